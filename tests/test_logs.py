@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.hardware.profiles import PROFILES
 from streamrl.logs.framework_logs import (
@@ -347,6 +348,89 @@ def test_a_brace_in_a_text_swallows_no_lines_after_it(tmp_path: Path) -> None:
     assert read(tmp_path, "slime.log", f"prompt: {{ x\n{text}answer: }}\n") == MADE["slime"][2]
 
 
+# Cut, resumed and mixed logs ------------------------------------------------------------------------
+
+
+def two_steps(text: str, first: str, second: str) -> str:
+    """Return a log and the same log of the next step."""
+    return text + text.replace(first, second)
+
+
+CUT = {
+    "areal": ("Train step 3/", "Train step 4/"),
+    "skyrl": ("Step 4:", "Step 5:"),
+    "torchforge": ("STEP 3 ", "STEP 4 "),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_step_that_was_cut_off_has_no_wrong_figures(name: str, tmp_path: Path) -> None:
+    file, text, (expected,) = MADE[name]
+    both = two_steps(text.replace("'trainer/global_step': 4,", "'x': 4,"), *CUT[name])
+    for end in range(len(text), len(both), 7):
+        (tmp_path / file).write_text(both[:end])
+        first, *rest = read_measured_file(tmp_path / file, name).steps
+        assert first == expected
+        assert all(replace(step, step=expected.step) == expected for step in rest)
+
+
+def test_a_step_without_its_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    file, text, expected = MADE["torchforge"]
+    cut = two_steps(text, *CUT["torchforge"]).rpartition("  main_perf")[0]
+    (tmp_path / file).write_text(cut)
+    found = read_measured_file(tmp_path / file)
+    assert list(found.steps) == expected
+    assert "forge.log: step 4 is cut off and was skipped" in found.notes
+    (tmp_path / file).write_text(text.rpartition("  main_perf")[0])
+    with pytest.raises(ValueError, match=r"no seconds .*; forge.log: step 3 is cut off"):
+        read_measured_file(tmp_path / file, "torchforge")
+
+
+def test_a_number_that_was_cut_off_is_no_other_number(tmp_path: Path) -> None:
+    line = "step:{} - timing_s/gen:20.5 - timing_s/step:35.0"
+    text = line.format(1) + "\n" + line.format(2)
+    (tmp_path / "verl.log").write_text(text.removesuffix(" - timing_s/step:35.0")[:-2])
+    found = read_measured_file(tmp_path / "verl.log")
+    assert [step.step for step in found.steps] == [1]
+    assert "verl.log: step 2 is cut off and was skipped" in found.notes
+
+
+def test_two_runs_in_a_log_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    text = MADE["torchforge"][1]
+    (tmp_path / "forge.log").write_text(text + text.replace("224.75", "220.0"))
+    with pytest.raises(ValueError, match=r"step 3 is logged twice: .* split it$"):
+        read_measured_file(tmp_path / "forge.log", "torchforge")
+
+
+def test_a_resumed_run_of_roll_has_no_step_of_zero_seconds(tmp_path: Path) -> None:
+    file, text, expected = MADE["roll"]
+    resumed = text.replace('"time/step_total": 98.5', '"time/step_total": 0')
+    found = read(tmp_path, file, resumed)
+    assert found == [replace(expected[0], step_time=None), expected[1]]
+
+
+def test_other_lines_inside_a_table_or_a_dict_change_no_figure(tmp_path: Path) -> None:
+    for name in ("areal", "skyrl"):
+        file, text, expected = MADE[name]
+        lines = text.splitlines()
+        for place in range(6, len(lines) - 1):
+            mixed = [*lines[:place], "INFO: 12 of 64 done", *lines[place:]]
+            (tmp_path / file).write_text("\n".join(mixed) + "\n")
+            try:
+                assert list(read_measured_file(tmp_path / file, name).steps) == expected
+            except ValueError as error:
+                assert "not a literal" in str(error)
+
+
+def test_timers_of_skyrl_that_a_terminal_wrapped_are_read(tmp_path: Path) -> None:
+    text = skyrl_timers("step", "generate", "fwd_logprobs_values_reward", "train_critic_and_policy")
+    for width in range(50, 120, 3):
+        for strips in (False, True):
+            lines = [wrapped(line, width, strips=strips) for line in text.splitlines()]
+            found = read(tmp_path, "skyrl.log", "\n".join(lines) + "\n")
+            assert found == [MeasuredStep(step=1, generation=2.0, score=3.0, train=4.0)]
+
+
 # Documentation -------------------------------------------------------------------------------------
 
 
@@ -374,7 +458,7 @@ def wrapped(line: str, width: int, *, strips: bool = False) -> str:
     return "\n".join(piece.strip() if strips else piece for piece in pieces)
 
 
-@pytest.mark.parametrize("name", ["verl", "slime", "openrlhf", "trl", "prime-rl"])
+@pytest.mark.parametrize("name", [name for name in sorted(MADE) if name != "nemo-rl"])
 @pytest.mark.parametrize("width", [80, 97, 120, 233])
 @pytest.mark.parametrize("strips", [False, True])
 def test_a_log_that_a_terminal_wrapped_is_read_as_it_was(

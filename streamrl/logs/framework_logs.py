@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import median
@@ -131,18 +132,21 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
     `step` if the line has it. item: `key` and `value`, for the step before or after. step: `step`, with
     which a new step begins. progress: `step`, and `value` in the unit `unit` (s/it or it/s).
     """
-    reads: Literal["dict", "pairs", "bars", "cells", "item", "step", "begin", "progress"]
+    reads: Literal["dict", "pairs", "bars", "cells", "item", "step", "begin", "end", "progress"]
     """How the values are written.
 
     - dict: a printed Python dict, or JSON
     - pairs: `key:value` between ` - `
     - bars: `key: value unit` between ` | `
-    - cells: key and value in turn between `│`
+    - cells: a table of keys and values between `│`, from `╒` to `╛`
     - begin: nothing. A step begins, and the line does not have its number.
+    - end: nothing. The current step is complete. Without this line, a last step is cut off.
     - progress: a bar of tqdm. Its seconds count only if nothing else has the seconds of steps.
     """
     prefix: str = ""
     """Text before the key of an item."""
+    incomplete: str | None = None
+    """An expression for the first part of such a line, if a terminal wrapped it. The next line continues it."""
     after: str | None = None
     """Of `begin`: the key that the current step must have. Without it, the step goes on."""
 
@@ -156,6 +160,7 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
             "step": {"step"},
             "progress": {"step", "value", "unit"},
             "begin": set(),
+            "end": set(),
         }.get(self.reads, {"values"})
         if missing := needed - groups:
             raise ValueError(f"pattern {self.pattern!r} needs the named group {', '.join(missing)}")
@@ -179,6 +184,10 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
     lines: tuple[LinePattern, ...] = ()
     unnumbered: tuple[LinePattern, ...] = ()
     """Lines that do not say their step. They are read if no line of `lines` has a figure."""
+    record: str | None = None
+    """An expression for the first line of a record. All lines up to the next record are read as one, because a record may
+    have several lines, and a terminal may wrap them.
+    """
     late: dict[str, str] = msgspec.field(default_factory=dict)
     """Keys with the value of the step before, in rows that also have the second key."""
     columns: dict[str, Keys] = msgspec.field(default_factory=dict)
@@ -271,6 +280,8 @@ class LogRecords:
     """Seconds of a step, by the number that a progress bar shows."""
     current: int | None = None
     """The step that the last line with a step named."""
+    is_complete: bool = True
+    """Whether the last step ended, if the format has lines that say so."""
     columns: dict[str, str] = field(init=False)
     """Column of each known key."""
 
@@ -303,7 +314,9 @@ class LogRecords:
                 self.damage.append(f"{where}: {text}")
             if own.get(key, value) != value:
                 text = f"step {step} is logged twice: {key} is {own[key]:g}{unit}, then {value:g}{unit}"
-                self.damage.append(f"{where}: {text}")
+                self.damage.append(
+                    f"{where}: {text}. If the file has two runs, or one that was resumed, split it"
+                )
         own.update(figures)
 
     def _without_late(self, step: int, figures: Figures, where: str) -> Figures:
@@ -311,7 +324,8 @@ class LogRecords:
         late = {key for key, mark in self.log.late.items() if key in figures and mark in figures}
         for key in late:
             own = self.steps.get(step - 1)
-            if own is not None and own.setdefault(key, figures[key]) != figures[key]:
+            is_known = own is not None and figures[key]  # 0 after a start or a resume
+            if own is not None and is_known and own.setdefault(key, figures[key]) != figures[key]:
                 self.damage.append(f"{where}: step {step - 1} is logged twice: {key}")
         return {key: value for key, value in figures.items() if key not in late}
 
@@ -329,6 +343,11 @@ class LogRecords:
             del self.damage[damaged:]
             self.notes.append(_cut_off(self.path))
 
+    def skip(self, step: int) -> None:
+        """Leave out a step with missing figures."""
+        self.steps.pop(step, None)
+        self.notes.append(f"{self.path.name}: step {step} {SKIPPED}")
+
 
 def _is_filled(value: object) -> bool:
     """Return whether a value is not empty."""
@@ -336,7 +355,7 @@ def _is_filled(value: object) -> bool:
 
 
 def _cut_off(path: Path) -> str:
-    return f"{path.name}: the last line is cut off and was skipped"
+    return f"{path.name}: the last line {SKIPPED}"
 
 
 def read_records(path: Path, log: LogFormat) -> LogRecords:
@@ -365,6 +384,7 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path}: {error.strerror}") from None
 
 
+SKIPPED = "is cut off and was skipped"
 PlacedRow = tuple[str, Mapping[str, object]]
 """A row and its location."""
 
@@ -427,6 +447,8 @@ CONTINUATIONS = {
     ),
 }
 """The rest of a line that a terminal wrapped, by kind of line."""
+MOST_IN_RECORD = 5000
+"""Maximum lines of a record."""
 MOST_WRAPPED = 200
 """Maximum lines of a terminal into which one line of a log is wrapped."""
 
@@ -441,11 +463,36 @@ RAY = re.compile(r"^\([\w.:]+ pid=\d+(?:, ip=[^)]*)?\) ?")
 
 def _of_lines(found: LogRecords, text: str) -> None:
     lines = [RAY.sub("", MARKS.sub("", line)) for line in re.split(r"[\r\n]+", text)]
+    if found.log.record is not None:
+        lines = _records(lines, found.log.record)
     for kinds in (found.log.lines, found.log.unnumbered):
         _read_lines(found, lines, kinds)
         if any(set(figures) & set(found.columns) for figures in found.steps.values()):
-            return
+            break
         found.current = None
+    if not found.is_complete and found.current is not None:
+        found.skip(found.current)
+    elif not text.endswith(("\n", "\r")) and _lacks_keys(found):
+        found.skip(list(found.steps)[-1])
+
+
+def _lacks_keys(found: LogRecords) -> bool:
+    """Return whether the last step has not all keys that every earlier step has."""
+    known = [set(figures) & set(found.columns) for figures in found.steps.values()]
+    return len(known) > 1 and not set.intersection(*known[:-1]) - set(found.log.late) <= known[-1]
+
+
+def _records(lines: list[str], begin: str) -> list[str]:
+    """Return lines with the rest of each record on its first line; each rest becomes an empty line."""
+    expression = re.compile(begin)
+    made, first = [*lines], len(lines)
+    for place, line in enumerate(lines):
+        if expression.search(line):
+            first = place
+        elif place - first in range(1, MOST_IN_RECORD):
+            made[first] += line
+            made[place] = ""
+    return made
 
 
 def _read_lines(found: LogRecords, lines: list[str], kinds: tuple[LinePattern, ...]) -> None:
@@ -468,6 +515,9 @@ def _take_line(found: LogRecords, pattern: LinePattern, match: re.Match[str], wh
     match pattern.reads:
         case "step":
             found.current = int(match["step"])
+            found.is_complete = all(line.reads != "end" for line in found.log.lines)
+        case "end":
+            found.is_complete = True
         case "begin":
             found.current = _next_step(found, pattern)
         case "progress":
@@ -510,6 +560,11 @@ def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
     line, kinds = lines[at], {pattern.reads for pattern, _ in patterns}
     if "dict" in kinds and line.count("{") > line.count("}"):
         return _after_dict(lines, at, patterns)
+    if "cells" in kinds and "╒" in line:
+        ends = (place for place in range(at, len(lines)) if "╛" in lines[place])
+        return next(ends, at) + 1
+    if (end := _end_of_item(lines, at, patterns)) is not None:
+        return end
     pattern, _ = _match(line, patterns)
     if pattern is None or pattern.reads not in CONTINUATIONS:
         return at + 1
@@ -519,6 +574,25 @@ def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
             break
         end += 1
     return end
+
+
+NUMBER = re.compile(r"^[\d.eE+-]+\s*$")
+
+
+def _end_of_item(lines: list[str], at: int, patterns: Patterns) -> int | None:
+    """Return the place after the last piece of an item; None if the line is no item that may be wrapped."""
+    for pattern, expression in patterns:
+        if pattern.incomplete is None:
+            continue
+        end, line = at + 1, lines[at]
+        while re.search(pattern.incomplete, line) and end < min(len(lines), at + MOST_WRAPPED):
+            line += lines[end]
+            end += 1
+        if end < len(lines) and expression.search(line) and NUMBER.match(lines[end]):
+            end += 1
+        if end > at + 1:
+            return end
+    return None
 
 
 def _after_dict(lines: list[str], at: int, patterns: Patterns) -> int:
@@ -564,14 +638,27 @@ def _values(pattern: LinePattern, match: re.Match[str]) -> Mapping[str, object]:
     if pattern.reads == "dict":
         return read_dict(match["values"])
     if pattern.reads == "cells":
-        cells = [cell.strip() for cell in match["values"].split("│")]
-        return dict(zip(cells[::2], cells[1::2], strict=False))
+        return _cells(match["values"])
     pairs = (pair.rpartition(":") for pair in match["values"].split(SEPARATORS[pattern.reads]))
     found = {key.strip(): value for key, _, value in pairs}
     if pattern.reads == "pairs":
         return found
     numbers = ((key, _WITH_UNIT.match(value)) for key, value in found.items())
     return {key: number[1].replace(",", "") for key, number in numbers if number is not None}
+
+
+BORDER = re.compile(r"[╞╘├][═─╤┼╧╪]+[╡╛┤]|[═╤]+╕")
+
+
+def _cells(table: str) -> Mapping[str, object]:
+    """Return the figures of a table: every number with the text before it."""
+    cells = [cell.strip() for cell in BORDER.sub("│", table).split("│")]
+    filled = [cell for cell in cells if cell]
+    return {
+        key: value
+        for key, value in pairwise(filled)
+        if read_number(value) is not None and read_number(key) is None
+    }
 
 
 _WITH_UNIT = re.compile(r"\s*([-+]?[\d,]*\.?\d+)")
@@ -725,7 +812,8 @@ def _checked(
             wanted = "; it needs one of " + ", ".join(
                 _first(keys[column]) for column in SECONDS if column in keys
             )
-        raise ValueError(f"{path}: has no seconds of a step under {framework}'s names{wanted}")
+        cut = "".join(f"; {note}" for note in notes if note.endswith(SKIPPED))
+        raise ValueError(f"{path}: has no seconds of a step under {framework}'s names{wanted}{cut}")
     for step in kept:
         for column in SECONDS:
             value = getattr(step, column)
