@@ -28,7 +28,7 @@ from streamrl.runfile.failure_rates import (
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
-from streamrl.sim.trace import MeasuredTrace, StepTrace
+from streamrl.sim.trace import MeasuredTrace, SpeedTrace, StepTrace
 from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload, Workload
 
@@ -100,6 +100,18 @@ def measure_steady(
     trace = _simulate(world, watch).trace
     assert isinstance(trace, MeasuredTrace), "its world was opened with one"
     return trace.measure()
+
+
+def simulate_speed(world: SimWorld) -> SpeedTrace:
+    """Simulate up to `simulate.max_steps` in a world that was opened with a `SpeedTrace`, and return that trace.
+
+    Raises:
+        UnfinishedError: the run stops before its first step.
+        RuntimeError: the run is stuck.
+    """
+    trace = _simulate(world, lambda version: None, num_more=0).trace
+    assert isinstance(trace, SpeedTrace), "its world was opened with one"
+    return trace
 
 
 def open_world(

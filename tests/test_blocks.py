@@ -19,13 +19,14 @@ from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trace import Entry, Trace
 from streamrl.record.attribution import AttributionReader, attribute_sides
 from streamrl.record.interval_sums import IntervalSums
-from streamrl.record.metrics import Metrics, RunReader, measure, measure_read
+from streamrl.record.metrics import Metrics, RunReader, measure, measure_read, measure_speed
 from streamrl.record.steady_state import read_steps
 from streamrl.record.timeline import Span, TimelineReader, read_timeline
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from streamrl.runfile.gpu_pools import sides_of
-from streamrl.sim.steady_state import measure_steady, simulate_steady
+from streamrl.sim.steady_state import measure_steady, open_world, simulate_speed, simulate_steady
+from streamrl.sim.trace import SpeedTrace
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import FaultyWorld, failures, runs, runs_of_several
@@ -126,6 +127,18 @@ def test_so_they_are_of_any_run_that_is_simulated_as_it_is_measured(run: Run, si
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streamrl.sim.trace.BLOCK", size)
         check_same_figures(measure_steady(run), measure(simulate_steady(run)))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_speed_by_blocks_is_exactly_that_of_the_whole_trace(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.sim.trace.BLOCK", 50)
+    run = small_run({**STEPS, "simulate.max_steps": 8, **KINDS[kind]})
+    whole = simulate_steady(run, num_more=0)
+    for counted in (None, (2, 5)):
+        trace = simulate_speed(open_world(run, trace_type=SpeedTrace))
+        assert trace.measure(counted) == measure_speed(whole, counted)
 
 
 def test_without_a_decode_curve_full_batches_are_looked_for_in_all_blocks() -> None:

@@ -119,6 +119,26 @@ def test_the_same_group_has_the_same_lengths_however_it_is_drawn(
         assert draws == [workload.draw(group, 1)[0] for group in range(first, first + num)]
 
 
+def test_a_shared_workload_draws_the_same_groups_and_keeps_the_first_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = small_run({})
+    monkeypatch.setattr("streamrl.workload.workload.KEPT_ROLLOUTS", 5 * run.algorithm.group_size)
+    shared, fresh = SimulatedWorkload(run, keeps_draws=True), SimulatedWorkload(run)
+    first = shared.draw(0, BLOCK + 3)
+    again = shared.draw(0, BLOCK + 3)
+    assert first == again == fresh.draw(0, BLOCK + 3)
+    assert [one is other for one, other in zip(first, again, strict=True)][:7] == [True] * 5 + [
+        False
+    ] * 2
+
+
+def test_groups_that_depend_on_earlier_ones_are_drawn_again() -> None:
+    run = small_run({"policies.tail_batching": "defer", "workload.lengths.ranker": "oracle"})
+    shared = SimulatedWorkload(run, keeps_draws=True)
+    assert shared.draw(0, 1)[0] is not shared.draw(0, 1)[0]
+
+
 def test_seeds_give_lengths_of_their_own() -> None:
     def first(seed: int) -> tuple[int, ...]:
         return SimulatedWorkload(small_run({"seed": seed})).draw(0, 1)[0].lengths

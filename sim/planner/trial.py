@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
-from streamrl.record.metrics import Metrics, measure_speed
+from streamrl.record.metrics import Metrics
 from streamrl.record.steady_state import START, Speed
 from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -42,8 +42,9 @@ from streamrl.sim.planner.stage_times import (
     closed_form_error,
     summarize,
 )
-from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
-from streamrl.sim.trace import StepTrace
+from streamrl.sim.steady_state import UnfinishedError, measure_steady, open_world, simulate_speed
+from streamrl.sim.trace import SpeedTrace
+from streamrl.sim.world import SimWorld
 from streamrl.workload.workload import SimulatedWorkload
 
 PORTION_ROLLOUTS, PORTION_REPLICAS = 2048, 8
@@ -204,20 +205,21 @@ def _if_finished(measure: Callable[[Trial], Figures], trial: Trial) -> Figures |
 def _measure_short(trial: Trial) -> Speed:
     run, workload = _planned(trial)
     if trial.portions == 1:
-        return _speed_of(simulate_steady(run, workload=workload, num_more=0))
+        return _speed_of(open_world(run, workload, trace_type=SpeedTrace))
     costs = costs_of_portion(Costs.load(run), trial.portions)
     portion = portion_of(run, trial.portions)
     fewer = open_portion(trial.run, trial.portions)
-    trace = simulate_steady(portion, workload=fewer, costs=costs, num_more=0)
+    world = open_world(portion, fewer, costs, trace_type=SpeedTrace)
     paid = PaidGpus.of(run)
-    speed = speed_of_all(_speed_of(trace), paid.dollars_per_second, trial.portions)
+    speed = speed_of_all(_speed_of(world), paid.dollars_per_second, trial.portions)
     return with_bill(run.cluster, speed, whole_time(run, speed), paid)
 
 
-def _speed_of(trace: StepTrace) -> Speed:
+def _speed_of(world: SimWorld) -> Speed:
+    trace = simulate_speed(world)
     first, last = counted_steps(trace.run.simulate.max_steps)
     num_whole = len(trace.steps)  # without steps that a lost trainer rolled back
-    return measure_speed(trace, (min(first, num_whole), min(last, num_whole)), trace.steps)
+    return trace.measure((min(first, num_whole), min(last, num_whole)))
 
 
 def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:
@@ -300,7 +302,8 @@ def open_trial(run: bytes) -> tuple[Run, SimulatedWorkload]:
     They are cached, because calibrating a length ranker takes as long as a trial.
     """
     decoded = decode_run(run)
-    return decoded, SimulatedWorkload(decoded, num_steps=decoded.simulate.max_steps)
+    most = decoded.simulate.max_steps
+    return decoded, SimulatedWorkload(decoded, num_steps=most, keeps_draws=True)
 
 
 @lru_cache(maxsize=8)
@@ -309,7 +312,7 @@ def open_portion(run: bytes, portions: int) -> SimulatedWorkload:
     decoded = decode_run(run)
     fewer = with_fewer_prompts(decoded.algorithm, portions)
     portion, most = replace(decoded, algorithm=fewer), decoded.simulate.max_steps
-    return SimulatedWorkload(portion, num_steps=most)
+    return SimulatedWorkload(portion, num_steps=most, keeps_draws=True)
 
 
 def run_all(

@@ -100,6 +100,12 @@ class PaceReader(MessageReader):
     def _interrupt(self, event: Interrupted, _: float) -> None:
         self.stopped_for, self._is_interrupted = event.reason, True
 
+    def settle(self) -> None:
+        """Add up what no later entry can change, and free its memory. Call this between blocks."""
+
+    def finish(self) -> None:
+        """Add up the rest. Call this after the last block."""
+
 
 class RunReader(PaceReader):
     """Reads the inputs of all `Metrics`: those of `PaceReader`, the attribution and the ledger."""
@@ -126,11 +132,11 @@ class RunReader(PaceReader):
             self.attribution.mark([time])
 
     def settle(self) -> None:
-        """Add up what no later entry can change, and free its memory. Call this between blocks."""
+        """See `PaceReader`."""
         self.attribution.settle()
 
     def finish(self) -> None:
-        """Add up the rest. Call this after the last block."""
+        """See `PaceReader`."""
         self.attribution.finish()
 
 
@@ -363,7 +369,7 @@ def measure_speed(
     reader = PaceReader(trace)
     for block in trace.blocks():
         reader.read(block)
-    return _measure_speed(reader, steps or read_steps(trace), counted_steps)
+    return measure_pace(reader, steps or read_steps(trace), counted_steps)
 
 
 def measure_read(
@@ -371,7 +377,7 @@ def measure_read(
 ) -> Metrics:
     """Compute every figure of a run that was read completely; see `measure`."""
     trace, leader = reader.trace, reader.flow.leader
-    speed = _measure_speed(reader, steps, counted_steps)
+    speed = measure_pace(reader, steps, counted_steps)
     first, last = speed.counted_steps
     window = leader.window(first, last)
     shares = reader.attribution.between(*window)
@@ -433,9 +439,10 @@ def bands_of_speed(speed: Speed, error: ModelError | None) -> StepBands:
     return StepBands(step, Band(low=low, high=high), Band(low=low * tokens, high=high * tokens))
 
 
-def _measure_speed(
+def measure_pace(
     reader: PaceReader, steps: LeaderSteps, counted_steps: tuple[int, int] | None
 ) -> Speed:
+    """Compute the speed of a run that was read completely; see `measure_speed`."""
     trace, flow, leader = reader.trace, reader.flow, reader.flow.leader
     if not leader.made:
         raise ValueError("the trace has no finished step, so there is nothing to measure")

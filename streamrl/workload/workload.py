@@ -166,6 +166,7 @@ BLOCK = (
 MOST_NUMBER = (
     1e15  # largest number in a table of lengths: leaves room for a scale in an integer array
 )
+KEPT_ROLLOUTS = 1 << 17  # rollouts that a shared workload keeps: about 16 MB
 CALIBRATION = 1 << 16  # lengths for a ranker's calibration: recall@20% is then exact within 0.003
 
 
@@ -206,13 +207,17 @@ class Source(Protocol):
 class SimulatedWorkload:
     """Groups whose true lengths are known in advance, from `workload.lengths`."""
 
-    def __init__(self, run: Run, *, num_steps: int | None = None) -> None:
+    def __init__(
+        self, run: Run, *, num_steps: int | None = None, keeps_draws: bool = False
+    ) -> None:
         """Read the lengths of a run file.
 
         Args:
             run: the run file.
             num_steps: steps that are simulated, over which lengths drift at most as far as in the
                 whole training; None if all of `algorithm.steps` are.
+            keeps_draws: whether several simulations share this workload. It then keeps its first
+                groups, because drawing them again takes a tenth of a simulation.
 
         Raises:
             ValueError: there are none, or they cannot be read.
@@ -249,10 +254,15 @@ class SimulatedWorkload:
         if run.policies.tail_batching == "defer" and self._ranker is not None:
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._longest)
+        is_repeated = keeps_draws and self._told.is_fixed and self._tails is None
+        self._num_kept = KEPT_ROLLOUTS // self._group_size if is_repeated else 0
+        self._kept: dict[int, Draw] = {}
+        """Draws of the groups before `_num_kept`, as far as they were drawn."""
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups with their true lengths, capped at `rollout.max_tokens`."""
-        return [self._group(group) for group in range(first_group, first_group + num_groups)]
+        groups = range(first_group, first_group + num_groups)
+        return [self._kept.get(group) or self._group(group) for group in groups]
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return the changed expectations of other rollouts, if siblings or a ranker are configured."""
@@ -290,7 +300,10 @@ class SimulatedWorkload:
         plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected, family=family)
         if not self._told.is_fixed:
             plain = self._told.draw(plain, drawn.prompts[offset] if drawn.prompts else None)
-        return Draw(plain, tuple(drawn.lengths[offset]))
+        draw = Draw(plain, tuple(drawn.lengths[offset]))
+        if group < self._num_kept:
+            self._kept[group] = draw
+        return draw
 
     def _sample(self, block: int) -> _Block:
         """Draw a block of groups."""
