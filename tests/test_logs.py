@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.hardware.profiles import PROFILES
-from streamrl.logs.framework_logs import (
-    known_formats,
-    load_format,
-    read_dict,
-    read_measured_file,
-    read_number,
-)
+from streamrl.logs.framework_logs import read_measured_file
+from streamrl.logs.log_formats import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredStep, parse_steps, read_run_steps, write_steps
+from streamrl.logs.printed_values import read_dict, read_number
 from streamrl.record.timeline import read_timeline
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.rl_steps import phase_seconds

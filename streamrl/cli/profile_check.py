@@ -17,7 +17,7 @@ from streamrl.hardware.measured_profile import read_measured
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.operator_tables import OPERATORS, check_table, read_table
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu, read_profile
-from streamrl.logs.framework_logs import LogFormat
+from streamrl.logs.log_formats import LogFormat
 from streamrl.logs.recorded_rollouts import RolloutColumns
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.list_prices import KINDS, read_sheets

@@ -2,7 +2,8 @@
 
 Read these files first:
 
-- `framework_logs.py`: read a log (text, JSON lines, JSON or CSV) by the formats of profiles/logs.
+- `log_formats.py`: `LogFormat`, the lines and keys of a framework's log, from profiles/logs.
+- `framework_logs.py`: read a log (text, JSON lines, JSON or CSV) by these formats. `printed_values.py` reads its numbers.
 - `measured_steps.py`: `MeasuredStep`, one row for each step: seconds by stage, and work. It also reads traces.
 - `recorded_rollouts.py`: read a data set of rollouts as lengths by prompt.
 - `imported_workload.py`: write the part of a run file that replays what was read.

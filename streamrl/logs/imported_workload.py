@@ -12,7 +12,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from streamrl.hardware.profiles import find_profile
-from streamrl.logs.framework_logs import known_formats, load_format
+from streamrl.logs.log_formats import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.logs.recorded_rollouts import RecordedRollouts
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
-from streamrl.logs.framework_logs import read_number
+from streamrl.logs.printed_values import read_number
 from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
 from streamrl.workload.data_files import read_csv, read_rows
 
