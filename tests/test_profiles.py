@@ -72,6 +72,13 @@ PUBLISHED = {
     "mimo-v2-flash": (309, 308_778_780_864),
     "phi-4": (14.7, 14_659_507_200),
     "smollm3-3b": (3.08, 3_075_098_624),
+    "gemma-3-4b": (3.88, 3_880_263_168),
+    "gemma-3-27b": (27.0, 27_009_346_304),
+    "olmo-3-7b": (7, 7_298_011_136),
+    "olmo-3-32b": (32, 32_233_522_176),
+    "ministral-3-3b": (3.4, 3_429_006_336),
+    "ministral-3-8b": (8.4, 8_489_553_920),
+    "ministral-3-14b": (13.5, 13_506_073_600),
 }
 """Billions as the model card prints them (the R1 distillations and Llama: as the hub does), and the values in
 the checkpoint's safetensors files. DeepSeek-V3: without the module for multi-token prediction, which makes it
