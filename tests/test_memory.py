@@ -25,18 +25,20 @@ from streamrl.hardware.memory import (
     shard_parameters,
     stage_parameters,
     trainer_memory,
+    weight_bytes,
 )
 from streamrl.hardware.model_shape import lora_parameters
 from streamrl.hardware.nvme import check_nvme, swapped_bytes
 from streamrl.hardware.parallelism import stage_layers
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.resolved import resolve
+from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.weight_sync import Payload
 from tests.runs import make_table, small_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -355,6 +357,46 @@ def test_an_optimizer_on_nvme_needs_no_gpu_memory_little_host_memory_and_room_on
         check_nvme(resolve(small_run({**on_nvme, "cluster.pools.near.nvme": "100 GB"})).trainer)
     with pytest.raises(RunError, match=r"^trainer\.zero must be 3 with trainer\.offload_to nvme"):
         Costs.load(small_run({**on_nvme, "trainer.zero": 1}))
+
+
+def test_a_vision_tower_takes_memory_on_both_sides_unless_it_is_not_loaded() -> None:
+    def of(**changes: Any) -> ResolvedRun:
+        return resolve(small_run({"model.name": "qwen3-vl-4b", **changes}))
+
+    tower = 2 * load_model(ModelConfig(name="qwen3-vl-4b")).num_vision_parameters
+    assert tower == pytest.approx(0.8e9, rel=0.05)
+    without = {"model.vision_tower": "none"}
+    split = {"rollout.tensor_parallel": 2}
+    assert replica_memory(of(**split).replica)["weights"] - replica_memory(
+        of(**split, **without).replica
+    )["weights"] == pytest.approx(tower / 2)
+    for layout, share in (
+        ({"trainer.tensor_parallel": 4}, 4),
+        ({"trainer.tensor_parallel": 1, "trainer.data_parallel": 2}, 1),
+        ({"trainer.tensor_parallel": 1, "trainer.data_parallel": 2, "trainer.zero": 3}, 2),
+    ):
+        held, bare = (trainer_memory(of(**layout, **more).trainer) for more in ({}, without))
+        assert held["weights"] - bare["weights"] == pytest.approx(tower / share)
+        assert held["optimizer"] == bare["optimizer"] and held["gradients"] == bare["gradients"]
+    config = msgspec.structs.replace(of().trainer.config, pipeline_parallel=2)
+    own, plain = (
+        [state.weights for state in model_states(of(**more).trainer.model, config, "bfloat16")]
+        for more in ({}, without)
+    )
+    extra = [one - other for one, other in zip(own, plain, strict=True)]
+    assert extra == pytest.approx([tower / 4, 0])
+
+
+def test_full_syncs_send_a_frozen_vision_tower_and_deltas_do_not() -> None:
+    def sent(**changes: Any) -> int:
+        run = small_run({"model.name": "qwen3-vl-4b", **changes})
+        return Payload.of(resolve(run).replica, run.sync).num_bytes
+
+    without = {"model.vision_tower": "none"}
+    tower = 2 * load_model(ModelConfig(name="qwen3-vl-4b")).num_vision_parameters
+    assert sent() - sent(**without) == tower
+    assert sent(**{"sync.mode": "delta"}) == sent(**{"sync.mode": "delta"}, **without)
+    assert weight_bytes(resolve(small_run({"model.name": "qwen3-vl-4b"})).replica) == sent()
 
 
 def test_a_large_share_of_a_model_passes_host_memory_in_groups() -> None:

@@ -64,7 +64,7 @@ def test_the_table_has_a_row_for_each_kind_and_the_notes_say_the_rest(
         "sliding window of 1,024: 16 heads, 8 KV heads of 256",
         "128 experts of 704: 8 a token + 3 shared",
         "grows by 20,480 bytes a token in bfloat16, and keeps 209,715,200 bytes",
-        "Not simulated: vision_config: about 0.573B parameters.",
+        "Not simulated: vision_config: about 0.573B parameters, in memory and full syncs only.",
     ):
         assert text in done.stdout
 
@@ -117,7 +117,9 @@ def test_a_simulation_says_that_replicas_are_wider_than_their_checkpoint(tmp_pat
 
 def test_a_simulation_names_the_vision_tower_that_it_leaves_out(tmp_path: Path) -> None:
     path = directory("Qwen3-VL-2B-Instruct", tmp_path)
-    assert texts(path) == ["a model without vision_config: about 0.407B parameters"]
+    assert texts(path) == [
+        "a model without vision_config: about 0.407B parameters, in memory and full syncs only"
+    ]
 
 
 def test_a_name_that_promises_a_format_is_doubted(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import assert_never
 
-from streamrl.hardware.memory import fullest_stage, weight_bytes
+from streamrl.hardware.memory import fullest_stage, vision_bytes, weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora_parameters
 from streamrl.hardware.precision import quantised_bytes
 from streamrl.hardware.profiles import Gpu, gpu_of
@@ -72,7 +72,8 @@ def _sent_bytes(replica: ReplicaHardware, sync: SyncConfig) -> int:
     """Return the bytes of all weights: in the replicas' format, or in the trainer's if each replica quantises its own."""
     if sync.quantise_at == "trainer":
         return weight_bytes(replica)
-    return replica.model.num_parameters * BYTES[replica.precision.wide]
+    wide = replica.precision.wide
+    return replica.model.num_parameters * BYTES[wide] + vision_bytes(replica.model, wide)
 
 
 def num_tensors(model: ModelShape) -> int:

@@ -28,7 +28,7 @@ HOW_TO_READ = (
     "If a row was used in a fit, its error is that of a fit without the row's model.",
 )
 LIMITS = (
-    "State-space layers and vision towers have no costs. Such models are an error.",
+    "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
     "Linear attention and sliding windows: no published step was fitted. Training of gpt-oss and Qwen3-Next is predicted 27 to 33 % "
     "too fast (rows above). The cause is unknown.",
     "Training of LoRA adapters and optimizers on the host are not modelled. Published rows of them are left out.",

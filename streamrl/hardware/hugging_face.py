@@ -91,6 +91,7 @@ def _read_directory(table: dict[str, object], path: Path) -> ModelDirectory:
         counted = vision_parameters(part, shape.hidden_size) if name == "vision_config" else None
         vision += counted or 0
         told = "of unknown size" if counted is None else f"about {counted / 1e9:.3g}B parameters"
+        told += ", in memory and full syncs only" if counted else ""
         parts.append(f"{name}: {told}")
     if text is not table and "vision_config" not in table:
         parts.append("the vision tower: config.json has no vision_config, so it is not counted")

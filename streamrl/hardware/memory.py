@@ -91,7 +91,14 @@ def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
     single = {"num_unmixed_layers": 0, "num_bare_layers": 0}
     indexer = model.indexer and replace(model.indexer, num_layers=None)
     return replace(
-        model, num_layers=1, experts=experts, linear=None, indexer=indexer, **window, **single
+        model,
+        num_layers=1,
+        experts=experts,
+        linear=None,
+        indexer=indexer,
+        num_vision_parameters=0,
+        **window,
+        **single,
     )
 
 
@@ -139,9 +146,11 @@ def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
     per_layer /= model.num_layers
     draft, drafted = draft_bytes(replica)
     stages = []
-    for shard in replica_shards(model, rollout):
+    for stage, shard in enumerate(replica_shards(model, rollout)):
         sizes = (shard.parameters, shard.linear_parameters)
         weights = kept_bytes(*sizes, own.weights, own.wide, model.hidden_size)
+        if stage == 0:  # which has the embedding that the tower writes to
+            weights += vision_bytes(model, own.wide) / rollout.tensor_parallel
         stages.append(StageBytes(weights, draft, per_layer * shard.num_layers + drafted))
     return stages
 
@@ -174,7 +183,13 @@ GATHERED_LAYERS = 2
 def weight_bytes(replica: ReplicaHardware) -> int:
     """Return the bytes of all weights in the format of the replica, each parameter once."""
     own = replica.precision
-    return round(shard_weight_bytes(replica.model, own.weights, own.wide))
+    language = shard_weight_bytes(replica.model, own.weights, own.wide)
+    return round(language + vision_bytes(replica.model, own.wide))
+
+
+def vision_bytes(model: ModelShape, wide: str) -> int:
+    """Return the bytes of a vision tower, whose weights are never in a narrow format."""
+    return model.num_vision_parameters * BYTES[wide]
 
 
 def kv_capacity(replica: ReplicaHardware) -> int:
@@ -306,7 +321,7 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     several context ranks, split by ZeRO stage: nothing (0), the optimizer (1), gradients too (2),
     weights too (3). With stage 3 they gather the float32 weights in `dtype` when they need them. So
     there is no 16-bit copy in addition to the optimizer's (PyTorch's FSDP2). Experts that are sharded
-    over ranks have fewer copies to split over.
+    over ranks have fewer copies to split over. The first stage also has the frozen vision tower.
 
     Raises:
         ValueError: the model has fewer layers than there are pipeline stages, or cannot be split.
@@ -314,14 +329,16 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     shards, experts = stage_parameters(model, trainer), shared_out_parameters(model, trainer)
     layers = stage_layers(model.num_layers, trainer.pipeline_parallel)
     states = []
-    for parameters, num_layers in zip(shards, layers, strict=True):
+    for stage, (parameters, num_layers) in enumerate(zip(shards, layers, strict=True)):
+        tower = 0.0 if stage else vision_bytes(model, dtype) / trainer.tensor_parallel
         split = (parameters - experts) / trainer.copies + experts / trainer.expert_copies
         held = split if trainer.zero == 3 else parameters
         gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
         second_copy = BYTES[dtype] if trainer.zero == 3 else 0
         states.append(
             ModelState(
-                weights=min(parameters, held + gathered) * BYTES[dtype],
+                weights=min(parameters, held + gathered) * BYTES[dtype]
+                + (tower / trainer.copies if trainer.zero == 3 else tower),
                 gradients=(split if trainer.zero >= 2 else parameters) * GRADIENT_BYTES,
                 optimizer=(split if trainer.zero else parameters) * (OPTIMIZER_BYTES - second_copy),
                 stepped=split if trainer.zero else parameters,

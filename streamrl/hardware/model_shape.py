@@ -316,7 +316,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
     has_head_gates: bool = False
     """Whether the output of attention has one gate for each head (Laguna)."""
     num_vision_parameters: int = 0
-    """Parameters of a vision tower. No other number includes them, and no simulation computes with them."""
+    """Parameters of a vision tower. Memory and full syncs include them, but no other number does, and no simulation
+    computes with them."""
 
     def __post_init__(self) -> None:
         zeros = ("num_window_layers", "num_draft_layers", "num_unmixed_layers", "num_bare_layers")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.hardware.hugging_face import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape
@@ -149,11 +150,17 @@ def price_of(pool: PoolConfig) -> float:
 
 
 def load_model(model: ModelConfig) -> ModelShape:
-    """Return a model from profiles/models, or from the config.json of a Hugging Face directory."""
+    """Return a model from profiles/models, or from the config.json of a Hugging Face directory.
+
+    It has no vision tower if the run does not load that.
+    """
     if model.path is not None:
-        return read_config_json(Path(model.path) / "config.json")
-    assert model.name is not None, "check_run requires model.name or model.path"
-    return _read_model(find_profile("models", model.name, ".toml"))
+        shape = read_config_json(Path(model.path) / "config.json")
+    else:
+        assert model.name is not None, "check_run requires model.name or model.path"
+        shape = _read_model(find_profile("models", model.name, ".toml"))
+    has_unused = shape.num_vision_parameters and model.vision_tower == "none"
+    return replace(shape, num_vision_parameters=0) if has_unused else shape
 
 
 @functools.cache

@@ -19,6 +19,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """A Hugging Face directory with config.json, tokenizer and weights."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of weights, activations and KV cache, of which `rollout` and `trainer` may depart, each by a `dtype` of its own."""
+    vision_tower: Literal["frozen", "none"] = "frozen"
+    """Simulated: what happens to the vision tower of a model that has one. frozen: replicas and trainers hold its
+    weights in 16 bits and full syncs send them, but nothing computes with them. none: it is not loaded (vLLM's
+    `--language-model-only`)."""
 
 
 class PoolConfig(Section, frozen=True, kw_only=True):
