@@ -87,6 +87,11 @@ def test_a_run_file_and_a_run_have_the_lengths_of_their_rollouts(tmp_path: Path)
     assert done["rollouts"] == 4 * run.algorithm.rollouts_per_step
 
 
+def test_columns_are_of_data_sets_only() -> None:
+    done = streamrl("lengths", "chat", "--field", "output_tokens=x")
+    assert done.returncode == 2 and "--field applies only to data sets" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

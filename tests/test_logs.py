@@ -405,6 +405,18 @@ def test_a_resumed_run_of_roll_has_no_step_of_zero_seconds(tmp_path: Path) -> No
     assert found == [replace(expected[0], step_time=None), expected[1]]
 
 
+def test_the_state_that_roll_keeps_is_read_as_its_log(tmp_path: Path) -> None:
+    rows = re.findall(r'"metrics": (\{.*\})\}', MADE["roll"][1])
+    state = {"step": 6, "log_history": [json.loads(row) for row in rows]}
+    found = read(tmp_path, "state.json", json.dumps(state))
+    assert found == MADE["roll"][2]
+
+
+def test_seconds_of_no_step_before_are_none(tmp_path: Path) -> None:
+    first, second = read(tmp_path, "roll.csv", "Step,time/step_total\n0,0\n1,98.5\n2,97\n")
+    assert (first.step_time, second.step_time) == (98.5, 97)
+
+
 def test_other_lines_inside_a_table_or_a_dict_change_no_figure(tmp_path: Path) -> None:
     for name in ("areal", "skyrl"):
         file, text, expected = MADE[name]

@@ -102,6 +102,8 @@ def lengths(
 def _find(source: str, fields: Sequence[str]) -> Found:
     path = Path(source)
     if not source.strip() or not (source.startswith(HUB) or path.exists()):
+        if fields:
+            raise ValueError(f"--field applies only to data sets of rollouts; {source!r} is none")
         return _of_words(source)
     if not fields and path.suffix == ".csv" and _is_histogram(path):
         return Found(source, _drawn(LengthsConfig(kind="histogram", source=source)))

@@ -88,7 +88,11 @@ class LogRecords:
 
     def _without_late(self, step: int, figures: Figures, where: str) -> Figures:
         """Return figures without those of the step before, which are entered there."""
-        late = {key for key, mark in self.log.late.items() if key in figures and mark in figures}
+        late = {
+            key
+            for key, mark in self.log.late.items()
+            if key in figures and (mark in figures or not figures[key])
+        }
         for key in late:
             own = self.steps.get(step - 1)
             is_known = own is not None and figures[key]  # 0 after a start or a resume
