@@ -31,6 +31,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer.order": "arrival"}, "trainer.order=sorted"),
     ({"rollout.chunked_prefill": False}, "rollout.chunked_prefill=true"),
     ({"trainer.offload": True, "algorithm.kl_coefficient": 0.1}, "trainer.offload=false"),
+    ({"trainer.reshard_after_forward": False}, "trainer.reshard_after_forward=true"),
+    ({"trainer.sharding": "fsdp"}, "trainer.sharding=fsdp2"),
     (
         {
             **{"trainer.offload_to": "nvme", "trainer.offload": True},

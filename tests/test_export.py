@@ -231,6 +231,22 @@ def test_an_optimizer_in_host_memory_has_what_megatron_needs_beside_it() -> None
         assert not any("offload" in option or option in needed for option in plain)
 
 
+def test_verl_gets_the_version_of_fsdp_and_what_it_frees() -> None:
+    prefix = "actor_rollout_ref.actor.fsdp_config."
+    for sharding, frees in (("fsdp2", "true"), ("fsdp", "false")):
+        changes = [f"trainer.sharding={sharding}", f"trainer.reshard_after_forward={frees}"]
+        found = read_script(script_of(load_run(MAIN, [*SHARDED, *changes]), "verl"))[0]
+        assert found[f"{prefix}strategy"] == sharding
+        assert found[f"{prefix}reshard_after_forward"] == frees
+
+
+@pytest.mark.parametrize("name", ["verl", "nemo-rl"])
+def test_a_framework_without_a_way_of_sharding_has_no_script(name: ExportName) -> None:
+    run = load_run(MAIN, [*SHARDED, "trainer.sharding=deepspeed"])
+    with pytest.raises(RunError, match=r"has no trainer\.sharding=deepspeed"):
+        script_of(run, name)
+
+
 @pytest.mark.parametrize("name", ["verl", "nemo-rl", "slime", "openrlhf"])
 def test_an_optimizer_on_nvme_has_no_script(name: ExportName) -> None:
     keys = ["trainer.offload=true", "trainer.offload_to=nvme", "trainer.zero=3"]

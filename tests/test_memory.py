@@ -359,6 +359,33 @@ def test_an_optimizer_on_nvme_needs_no_gpu_memory_little_host_memory_and_room_on
         Costs.load(small_run({**on_nvme, "trainer.zero": 1}))
 
 
+def test_shards_of_fsdp2_have_one_copy_and_those_of_deepspeed_two() -> None:
+    layout = {"trainer.zero": 3, "trainer.data_parallel": 8, "trainer.tensor_parallel": 1}
+    layout |= {"algorithm.prompts_per_step": 8}
+    two, flat, deepspeed, kept = (
+        trainer_memory(resolve(small_run({**layout, **changes})).trainer)
+        for changes in (
+            {},
+            {"trainer.sharding": "fsdp"},
+            {"trainer.sharding": "deepspeed"},
+            {"trainer.reshard_after_forward": False},
+        )
+    )
+    model, layers = SEVEN.num_parameters, SEVEN.num_layers
+    assert two["weights"] == pytest.approx(2 * (model / 8 + model * 2 / layers))
+    assert two["optimizer"] == pytest.approx(10 * model / 8)
+    assert deepspeed["optimizer"] == pytest.approx(12 * model / 8)
+    assert deepspeed["weights"] == two["weights"]
+    assert kept["weights"] == pytest.approx(2 * (model / 8 + model))
+    assert sum(two.values()) == pytest.approx(0.93 * sum(flat.values()))
+
+
+def test_a_way_of_sharding_matters_with_zero_3_only() -> None:
+    changes = {"trainer.sharding": "fsdp", "trainer.reshard_after_forward": False}
+    plain, other = (resolve(small_run(each)).trainer for each in ({}, changes))
+    assert trainer_memory(plain) == trainer_memory(other)
+
+
 def test_a_vision_tower_takes_memory_on_both_sides_unless_it_is_not_loaded() -> None:
     def of(**changes: Any) -> ResolvedRun:
         return resolve(small_run({"model.name": "qwen3-vl-4b", **changes}))
@@ -395,6 +422,8 @@ def test_full_syncs_send_a_frozen_vision_tower_and_deltas_do_not() -> None:
     without = {"model.vision_tower": "none"}
     tower = 2 * load_model(ModelConfig(name="qwen3-vl-4b")).num_vision_parameters
     assert sent() - sent(**without) == tower
+    own = {"sync.quantise_at": "replica"}
+    assert sent(**own) - sent(**own, **without) == tower
     assert sent(**{"sync.mode": "delta"}) == sent(**{"sync.mode": "delta"}, **without)
     assert weight_bytes(resolve(small_run({"model.name": "qwen3-vl-4b"})).replica) == sent()
 

@@ -531,6 +531,15 @@ def test_of_a_model_that_is_alone_the_optimizer_comes_for_the_step() -> None:
     assert offloaded.optimizer_time - resident.optimizer_time == pytest.approx(moved)
 
 
+def test_weights_that_stay_after_the_forward_pass_are_gathered_once_less() -> None:
+    freed, kept = (
+        train_costs(zero=3, data_parallel=8, reshard_after_forward=each) for each in (True, False)
+    )
+    assert kept.stages.gather_time == freed.stages.gather_time > 0
+    saved = freed.stages.scatter_time - kept.stages.scatter_time
+    assert saved == pytest.approx(freed.stages.gather_time)
+
+
 def test_an_optimizer_on_nvme_takes_its_bytes_over_the_drives_of_a_node() -> None:
     on_host = {"trainer.data_parallel": 16, "trainer.zero": 3, "trainer.offload": True}
     on_nvme = {**on_host, "trainer.offload_to": "nvme", "cluster.pools.near.nvme_read": "20 GB/s"}

@@ -42,6 +42,8 @@ LIMITS: tuple[Changes, ...] = (
     {"trainer.order": "sorted"},
     {"trainer.routing": "natural"},
     {"trainer.offload_to": "host"},
+    {"trainer.reshard_after_forward": True},
+    {"trainer.sharding": "fsdp2"},
     {"trainer.offload": False},
     {"trainer.logits": None},
     {"rollout.chunked_prefill": True},

@@ -194,8 +194,11 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
         ),
         *(("micro_batch", ALWAYS), ("recompute", ("none",)), ("offload", (False,))),
         *(("packing", ALWAYS), ("logits", (None, "fused"))),
+        ("reshard_after_forward", (True,)),
     ):
         yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)
+    plain = ("fsdp2",) if trainer.zero == 3 else None
+    yield PlannedValue("sharding", "trainer.sharding", trainer.sharding, plain)
     slices = trainer.expert_slices
     plain = (1, trainer.tensor_parallel)
     key = "trainer.expert_tensor_parallel, or what it is where absent"

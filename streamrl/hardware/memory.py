@@ -159,6 +159,10 @@ OPTIMIZER_BYTES = 12
 """Bytes per parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
 GRADIENT_BYTES = 4
 """Bytes per parameter: gradients accumulate in float32 over micro-batches."""
+FLAT_SHARE = 1 / 0.93 - 1
+"""Peak memory of PyTorch's FSDP1 beyond FSDP2's, which has 7 % less: Llama 7B on 8 H100 (torchtitan docs/fsdp.md,
+commit 00293cb). FSDP1 keeps freed blocks until other streams are done with them.
+"""
 SWAPPED_BYTES = 16
 """Bytes per parameter that a step of ZeRO-Infinity reads from NVMe, and writes: float32 weights, gradients
 and two moments (Rajbhandari et al. 2021, arXiv 2104.07857, section 4.1).
@@ -320,7 +324,8 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     Tensor and pipeline ranks split weights and gradients. Data-parallel ranks, each of which may be
     several context ranks, split by ZeRO stage: nothing (0), the optimizer (1), gradients too (2),
     weights too (3). With stage 3 they gather the float32 weights in `dtype` when they need them. So
-    there is no 16-bit copy in addition to the optimizer's (PyTorch's FSDP2). Experts that are sharded
+    there is no 16-bit copy in addition to the optimizer's (PyTorch's FSDP), except DeepSpeed's.
+    Without `reshard_after_forward`, all weights of the stage are gathered at once. Experts that are sharded
     over ranks have fewer copies to split over. The first stage also has the frozen vision tower.
 
     Raises:
@@ -332,12 +337,12 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     for stage, (parameters, num_layers) in enumerate(zip(shards, layers, strict=True)):
         tower = 0.0 if stage else vision_bytes(model, dtype) / trainer.tensor_parallel
         split = (parameters - experts) / trainer.copies + experts / trainer.expert_copies
-        held = split if trainer.zero == 3 else parameters
-        gathered = parameters * GATHERED_LAYERS / num_layers if trainer.zero == 3 else 0.0
-        second_copy = BYTES[dtype] if trainer.zero == 3 else 0
+        copied = _copied_parameters(trainer, parameters, split, num_layers)
+        has_one_copy = trainer.zero == 3 and trainer.sharding != "deepspeed"
+        second_copy = BYTES[dtype] if has_one_copy else 0
         states.append(
             ModelState(
-                weights=min(parameters, held + gathered) * BYTES[dtype]
+                weights=copied * BYTES[dtype]
                 + (tower / trainer.copies if trainer.zero == 3 else tower),
                 gradients=(split if trainer.zero >= 2 else parameters) * GRADIENT_BYTES,
                 optimizer=(split if trainer.zero else parameters) * (OPTIMIZER_BYTES - second_copy),
@@ -345,6 +350,17 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
             )
         )
     return states
+
+
+def _copied_parameters(
+    trainer: TrainerConfig, parameters: float, split: float, num_layers: int
+) -> float:
+    """Return the parameters of which a GPU has `dtype` values: its own, and those that ZeRO 3 gathers."""
+    if trainer.zero < 3:
+        return parameters
+    if not trainer.reshard_after_forward:
+        return split + parameters
+    return min(parameters, split + parameters * GATHERED_LAYERS / num_layers)
 
 
 def model_state(model: ModelShape, trainer: TrainerConfig, dtype: str) -> ModelState:
@@ -406,7 +422,10 @@ def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
             "logits": logit_bytes(model, config, num_tokens) if is_last else 0.0,
         }
         moments += _moments(trainer, state, passes)
-    return max(moments, key=lambda items: sum(items.values()))
+    peak = max(moments, key=lambda items: sum(items.values()))
+    if config.zero == 3 and config.sharding == "fsdp":
+        peak["flat parameters"] = FLAT_SHARE * sum(peak.values())
+    return peak
 
 
 def _moments(

@@ -28,7 +28,7 @@ from streamrl.runfile.policies_config import (
     SyncMode,
     SystemName,
 )
-from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.roles_config import Sharding, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Duration, read_quantity
 
@@ -111,6 +111,8 @@ class Layout(_Table, frozen=True, kw_only=True):
     zero: list[int]
     offloads_with: list[int] | None = None
     """ZeRO stages with which it can keep the optimizer in host memory; all where absent."""
+    shardings: list[Sharding] | None = None
+    """What shards its weights with ZeRO 3, as `trainer.sharding`; not restricted where absent."""
     offloads_to_nvme: bool = False
     """Whether it can keep the optimizer on NVMe drives."""
 
@@ -121,6 +123,9 @@ class Layout(_Table, frozen=True, kw_only=True):
         found: dict[str, int | str] = {key: each for key, each in degrees.items() if each > 1}
         if trainer.steps_on_nvme and not self.offloads_to_nvme:
             found["trainer.offload_to"] = trainer.offload_to
+        if trainer.zero == 3 and self.shardings is not None:
+            is_own = trainer.sharding in self.shardings
+            found |= {} if is_own else {"trainer.sharding": trainer.sharding}
         stages = self.zero
         if trainer.offload and self.offloads_with is not None:
             stages = self.offloads_with

@@ -405,6 +405,18 @@ def _limits_of_passes(
         f"False {of_backend}, unless it shares GPUs with replicas",
     )
     yield Limit(
+        f"{key}.reshard_after_forward",
+        trainer.reshard_after_forward,
+        trainer.reshard_after_forward,
+        f"True {of_backend}, as DeepSpeed gathers weights for each pass",
+    )
+    yield Limit(
+        f"{key}.sharding",
+        trainer.sharding,
+        trainer.sharding != "fsdp",
+        f"'fsdp2' {of_backend}, which has no FSDP1",
+    )
+    yield Limit(
         f"{key}.offload_to",
         trainer.offload_to,
         not trainer.steps_on_nvme,

@@ -77,10 +77,14 @@ class Ranks:
     def gather_time(self) -> float:
         """Seconds in which ZeRO 3 gathers the weights of a stage once.
 
-        Every micro-batch gathers them for its forward and its backward pass, and scatters
-        gradients.
+        Every micro-batch gathers them for its forward pass and, unless they are kept, for its
+        backward pass. It also scatters gradients.
         """
         return self._data_time(self.width) if self.trainer.zero == 3 else 0.0
+
+    def backward_gather_time(self) -> float:
+        """Seconds in which ZeRO 3 gathers weights again for a backward pass; 0 if they were kept since the forward."""
+        return self.gather_time() if self.trainer.reshard_after_forward else 0.0
 
     def scatter_time(self) -> float:
         """Seconds in which ZeRO 2 and 3 reduce and scatter the gradients of a stage once, after every micro-batch."""

@@ -63,7 +63,7 @@ class StageTimes:
             backward=_with_head(backward, layers, layer.head_backward().shared(shared)),
             scored=_with_head(forward, layers, head),
             gather_time=gather / slices,
-            scatter_time=(gather + scatter) / slices,
+            scatter_time=(ranks.backward_gather_time() + scatter) / slices,
             overlap=layer.constants.gather_overlap,
             send=_send_time(ranks),
             late_forward=lates[0],
