@@ -197,8 +197,8 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
         ("reshard_after_forward", (True,)),
     ):
         yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)
-    plain = ("fsdp2",) if trainer.zero == 3 else None
-    yield PlannedValue("sharding", "trainer.sharding", trainer.sharding, plain)
+    told = ("fsdp2",) if trainer.zero == 3 else None
+    yield PlannedValue("sharding", "trainer.sharding", trainer.sharding, told)
     slices = trainer.expert_slices
     plain = (1, trainer.tensor_parallel)
     key = "trainer.expert_tensor_parallel, or what it is where absent"
