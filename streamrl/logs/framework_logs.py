@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
@@ -232,11 +234,17 @@ RAY = re.compile(r"^\([\w.:]+ pid=\d+(?:, ip=[^)]*)?\) ?")
 """What Ray puts before each line of a worker."""
 
 
+@lru_cache(maxsize=1)  # every format reads the same file
+def _plain_lines(text: str) -> list[str]:
+    """Return the lines of a text without colours and names of Ray's workers."""
+    return [RAY.sub("", line) for line in re.split(r"[\r\n]+", MARKS.sub("", text))]
+
+
 def _of_lines(found: LogRecords, text: str) -> None:
-    lines = [RAY.sub("", MARKS.sub("", line)) for line in re.split(r"[\r\n]+", text)]
+    lines = _plain_lines(text)
     if found.log.record is not None:
         lines = _records(lines, found.log.record)
-    for kinds in (found.log.lines, found.log.unnumbered):
+    for kinds in filter(None, (found.log.lines, found.log.unnumbered)):
         _read_lines(found, lines, kinds)
         if any(set(figures) & set(found.columns) for figures in found.steps.values()):
             break
@@ -319,16 +327,16 @@ def _match(line: str, patterns: Patterns) -> tuple[LinePattern, re.Match[str]] |
 
 def _unwrapped(lines: list[str], patterns: Patterns) -> Iterator[tuple[int, int, str]]:
     """Yield the lines of a log as they were before a terminal wrapped them, with their first and last numbers."""
-    at = 0
+    at, kinds = 0, {pattern.reads for pattern, _ in patterns}
     while at < len(lines):
-        end = _end_of_line(lines, at, patterns)
-        yield at + 1, end, _joined(lines[at:end])
+        end = _end_of_line(lines, at, patterns, kinds)
+        yield at + 1, end, lines[at] if end == at + 1 else _joined(lines[at:end])
         at = end
 
 
-def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
+def _end_of_line(lines: list[str], at: int, patterns: Patterns, kinds: AbstractSet[str]) -> int:
     """Return the place after the last piece of a line."""
-    line, kinds = lines[at], {pattern.reads for pattern, _ in patterns}
+    line = lines[at]
     if "dict" in kinds and line.count("{") > line.count("}"):
         return _after_dict(lines, at, patterns)
     if "cells" in kinds and "╒" in line:
@@ -336,7 +344,9 @@ def _end_of_line(lines: list[str], at: int, patterns: Patterns) -> int:
         return next(ends, at) + 1
     if (end := _end_of_item(lines, at, patterns)) is not None:
         return end
-    pattern, _ = _match(line, patterns)
+    pattern = None
+    if not kinds.isdisjoint(CONTINUATIONS):
+        pattern, _ = _match(line, patterns)
     if pattern is None or pattern.reads not in CONTINUATIONS:
         return at + 1
     end, rest = at + 1, CONTINUATIONS[pattern.reads]
