@@ -291,6 +291,17 @@ def test_timers_of_skyrl_are_read_without_its_console_tracker(tmp_path: Path) ->
     assert second == MeasuredStep(step=2, generation=6.0, score=7.0, train=8.0)
 
 
+def test_a_run_of_skyrl_that_was_started_again_adds_nothing_to_the_step_before(
+    tmp_path: Path,
+) -> None:
+    crashed = skyrl_timers("step", "generate")
+    start = TIMER.format(9, "Started: 'init_weight_sync_state'")
+    again = skyrl_timers("step", "generate", "train_critic_and_policy")
+    first, second = read(tmp_path, "skyrl.log", crashed + start + again)
+    assert first == MeasuredStep(step=1, generation=2.0)
+    assert second == MeasuredStep(step=2, generation=2.0, train=3.0)
+
+
 def test_a_step_of_skyrl_that_samples_again_is_one_step(tmp_path: Path) -> None:
     text = skyrl_timers("step", "generate", "step", "generate", "train_critic_and_policy")
     assert read(tmp_path, "skyrl.log", text) == [MeasuredStep(step=1, generation=6.0, train=5.0)]

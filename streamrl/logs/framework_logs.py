@@ -297,6 +297,8 @@ def _take_line(found: LogRecords, pattern: LinePattern, match: re.Match[str], wh
             found.is_complete = all(line.reads != "end" for line in found.log.lines)
         case "end":
             found.is_complete = True
+        case "start":
+            found.current = None
         case "begin":
             found.current = _next_step(found, pattern)
         case "progress":
@@ -313,7 +315,7 @@ def _next_step(found: LogRecords, pattern: LinePattern) -> int:
     """Return the number of the step that begins, or of the current one if it goes on."""
     current = found.current
     if current is None:
-        return 1
+        return max(found.steps, default=0) + 1
     return current if pattern.after not in found.steps.get(current, {}) else current + 1
 
 
@@ -570,9 +572,10 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
 def _picked(keys: dict[str, Keys], figures: dict[str, float]) -> dict[str, float]:
     found = {column: pick(aliases, figures) for column, aliases in keys.items()}
     known = {column: value for column, value in found.items() if value is not None}
-    whole, prompt = known.get("tokens_per_rollout"), known.get("prompt_tokens")
-    if "output_tokens" not in known and whole is not None and prompt is not None:
-        known["output_tokens"] = max(whole - prompt, 0.0)
+    if "output_tokens" not in known and {"tokens_per_rollout", "prompt_tokens"} <= set(known):
+        outputs = known["tokens_per_rollout"] - known["prompt_tokens"]
+        if outputs > 0:
+            known["output_tokens"] = outputs
     return known
 
 

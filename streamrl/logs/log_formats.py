@@ -25,13 +25,16 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
     `step` if the line has it. item: `key` and `value`, for the step before or after. step: `step`, with
     which a new step begins. progress: `step`, and `value` in the unit `unit` (s/it or it/s).
     """
-    reads: Literal["dict", "pairs", "bars", "cells", "item", "step", "begin", "end", "progress"]
+    reads: Literal[
+        "dict", "pairs", "bars", "cells", "item", "step", "start", "begin", "end", "progress"
+    ]
     """How the values are written.
 
     - dict: a printed Python dict, or JSON
     - pairs: `key:value` between ` - `
     - bars: `key: value unit` between ` | `
     - cells: a table of keys and values between `│`, from `╒` to `╛`
+    - start: nothing. A run starts. Lines before its first step belong to none.
     - begin: nothing. A step begins, and the line does not have its number.
     - end: nothing. The current step is complete. Without this line, a last step is cut off.
     - progress: a bar of tqdm. Its seconds count only if nothing else has the seconds of steps.
@@ -52,6 +55,7 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
             "item": {"key", "value"},
             "step": {"step"},
             "progress": {"step", "value", "unit"},
+            "start": set(),
             "begin": set(),
             "end": set(),
         }.get(self.reads, {"values"})
