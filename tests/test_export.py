@@ -231,6 +231,52 @@ def test_an_optimizer_in_host_memory_has_what_megatron_needs_beside_it() -> None
         assert not any("offload" in option or option in needed for option in plain)
 
 
+DRAFTS = [
+    *("model.name=mimo-7b", "rollout.speculative.tokens=2"),
+    "rollout.speculative.acceptance=0.7",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "steps", "checked", "trains"),
+    [
+        (
+            "verl",
+            "sglang-0.5",
+            ".speculative_num_steps",
+            ".speculative_num_draft_tokens",
+            ".enable_train",
+        ),
+        ("verl", "vllm-0.24", ".num_speculative_tokens", "", ".enable_train"),
+        (
+            "slime",
+            "sglang-0.5",
+            "--sglang-speculative-num-steps",
+            "--sglang-speculative-num-draft-tokens",
+            "--enable-mtp-training",
+        ),
+    ],
+)
+def test_a_draft_layer_is_told_to_frameworks_that_train_it(
+    name: ExportName, engine: str, steps: str, checked: str, trains: str
+) -> None:
+    prefix = "actor_rollout_ref.model.mtp" if name == "verl" else ""
+    frozen, trained = (
+        read_script(script_of(load_run(MAIN, [*DRAFTS, f"costs.engine={engine}", *more]), name))
+        for more in ([], ["rollout.speculative.trained=true"])
+    )
+    assert trained[0][prefix + steps] == frozen[0][prefix + steps] == "2"
+    assert not checked or trained[0][prefix + checked] == "3"
+    assert trained[0][prefix + trains] == "true" and prefix + trains not in frozen[0]
+    assert not any("speculative" in line for line in trained[2])
+
+
+def test_a_trained_draft_layer_is_a_comment_for_a_framework_without_an_option() -> None:
+    run = load_run(MAIN, [*DRAFTS, "rollout.speculative.trained=true"])
+    comments = " ".join(read_script(script_of(run, "nemo-rl"))[2])
+    assert "rollout.speculative.trained" in comments
+
+
 def test_verl_gets_the_version_of_fsdp_and_what_it_frees() -> None:
     prefix = "actor_rollout_ref.actor.fsdp_config."
     for sharding, frees in (("fsdp2", "true"), ("fsdp", "false")):

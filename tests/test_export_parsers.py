@@ -37,6 +37,10 @@ PLANS_OF_EACH = 3
 MAIN, COLOCATED = "examples/h20-h800.toml", "examples/colocated.toml"
 GRPO = ["algorithm.name=grpo", "algorithm.group_size=8", "algorithm.kl_coefficient=0.01"]
 SHARDED = ["trainer.zero=3", "trainer.tensor_parallel=1", "trainer.data_parallel=16"]
+DRAFTS = [
+    *("model.name=mimo-7b", "rollout.speculative.tokens=2"),
+    *("rollout.speculative.acceptance=0.7", "rollout.speculative.trained=true"),
+]
 FILES: list[tuple[str, list[str]]] = [
     (MAIN, []),
     (COLOCATED, []),
@@ -45,6 +49,7 @@ FILES: list[tuple[str, list[str]]] = [
     (MAIN, [*SHARDED, "trainer.offload=true"]),
     (MAIN, ["trainer.recompute=selective", "trainer.offload=true"]),
     (MAIN, ["sync.mode=lora", "trainer.recompute=full"]),
+    (MAIN, DRAFTS),
 ]
 """Run files and settings that every framework starts with."""
 MIXTURE: dict[str, Any] = {
@@ -110,6 +115,7 @@ def verl_runs() -> list[Run]:
     runs = [load_run(Path(path), settings) for path, settings in FILES]
     runs += [load_run(Path(MAIN), settings) for settings in (sglang, ["sync.backend=nccl-buckets"])]
     runs += [load_run(Path(MAIN), ["algorithm.correction=token-tis"])]
+    runs += [load_run(Path(MAIN), [*DRAFTS, "costs.engine=sglang-0.5"])]
     return [*runs, small_run(MIXTURE), small_run(VIRTUAL)]
 
 

@@ -8,19 +8,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.hardware.memory import draft_of, kv_capacity, replica_memory
+from streamrl.hardware.memory import (
+    draft_of,
+    draft_parameters,
+    kv_capacity,
+    replica_memory,
+    trainer_memory,
+)
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import accepted_tokens, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.ranks import Ranks
+from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.costs.weight_sync import Payload
 from streamrl.targets.execute_limits import check_back_ends
 from tests.runs import small_run
 
+CONSTANTS = load_training_profile().constants
 DENSE = load_model(ModelConfig(name="qwen3-32b"))
 SHARD = Shard(DENSE, Kernels("h200", "bfloat16"), 2)
 SIZE = (256, 8192.0, 1e6)
@@ -126,6 +138,88 @@ def test_a_model_without_a_layer_that_drafts_needs_a_smaller_one() -> None:
     assert "profiles/models/qwen2.5-7b.toml" in str(told.value) and "\n" not in str(told.value)
     shapes = [load_model(ModelConfig(name=name)) for name in ("deepseek-v3", "qwen3-next-80b-a3b")]
     assert [shape.num_draft_layers for shape in shapes] == [1, 1]
+
+
+def mimo(changes: dict[str, Any] | None = None, **speculative: Any) -> Run:
+    """Return a run of a model with a draft layer, on one pipeline stage."""
+    drafts = {"rollout.speculative": {"tokens": 1, "acceptance": 0.7, **speculative}}
+    return small_run({"model.name": "mimo-7b", **drafts, **(changes or {})})
+
+
+def test_a_draft_that_loses_acceptance_makes_the_tokens_of_its_mean_seconds() -> None:
+    """With one drafted token a step makes 1 + a, and the mean of 1 / (1 + a) is a logarithm."""
+    stays, falls = (
+        SpeculativeConfig(tokens=1, acceptance=0.8, acceptance_to=last) for last in (0.8, 0.2)
+    )
+    assert accepted_tokens(stays) == 1.8
+    mean = np.log(1.8 / 1.2) / 0.6
+    assert accepted_tokens(falls) == pytest.approx(1 / mean, rel=1e-3)
+
+
+def test_a_trained_draft_layer_costs_a_layer_and_a_head_in_the_last_stage() -> None:
+    two = {"trainer.pipeline_parallel": 2, "trainer.tensor_parallel": 2}
+    frozen, trained = (Costs.load(mimo(two, trained=each)).training for each in (False, True))
+    assert isinstance(frozen, TrainingCosts) and isinstance(trained, TrainingCosts)
+    before, after = frozen.stages, trained.stages
+    assert after.scored == before.scored and after.forward[0] == before.forward[0]
+    layers = 18 * 2
+    own = load_model(ModelConfig(name="mimo-7b")).num_layers
+    assert layers == own
+    layer = before.forward[0].per_token / 18
+    head = before.forward[1].per_token - 18 * layer
+    added = after.forward[1].per_token - before.forward[1].per_token
+    assert added == pytest.approx(layer + head)
+    assert after.backward[1].per_token > before.backward[1].per_token
+    share = draft_parameters(load_model(ModelConfig(name="mimo-7b"))) / 7_622_619_136
+    own_time = frozen.optimizer_time - CONSTANTS.step_time
+    assert trained.optimizer_time - frozen.optimizer_time == pytest.approx(share * own_time)
+
+
+def test_a_trained_draft_layer_takes_trainer_memory_and_is_sent() -> None:
+    frozen, trained = (mimo(trained=each) for each in (False, True))
+    model = load_model(ModelConfig(name="mimo-7b"))
+    own = draft_parameters(model)
+    assert own == pytest.approx(model.num_parameters / 36, rel=0.2)
+    before, after = (trainer_memory(resolve(run).trainer) for run in (frozen, trained))
+    degree = trained.trainer.tensor_parallel
+    assert after.pop("draft layer") == pytest.approx((2 + 4 + 12) * own / degree, rel=0.01)
+    assert after == before
+    sent = [Payload.of(resolve(run).replica, run.sync).num_bytes for run in (frozen, trained)]
+    assert sent[1] - sent[0] == 2 * own
+    deltas = [
+        Payload.of(resolve(run).replica, run.sync).num_bytes
+        for run in (mimo({"sync.mode": "delta"}, trained=each) for each in (False, True))
+    ]
+    assert deltas[1] / deltas[0] == pytest.approx(1 + own / model.num_parameters, rel=1e-6)
+
+
+def test_a_critic_has_no_draft_layer() -> None:
+    ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.0}
+    alone, both = (Ranks.of(resolve(mimo(more, trained=True)).trainer) for more in ({}, ppo))
+    assert (alone.drafted, both.drafted) == (1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "speculative", "told"),
+    [
+        (
+            {},
+            {"model": "qwen2.5-0.5b"},
+            r"rollout\.speculative\.trained trains the model's own draft",
+        ),
+        ({}, {"acceptance_to": 0.5}, r"rollout\.speculative\.acceptance_to must be absent"),
+        (
+            {"sync.mode": "lora"},
+            {},
+            r"rollout\.speculative\.trained needs sync\.mode full or delta",
+        ),
+    ],
+)
+def test_a_draft_that_no_trainer_could_keep_is_refused(
+    changes: dict[str, Any], speculative: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RunError, match=told):
+        mimo(changes, trained=True, **speculative)
 
 
 def test_an_unknown_draft_is_told_and_execute_drafts_nothing() -> None:

@@ -213,10 +213,25 @@ class _Line:
         return values[right - 1] + share * (values[right] - values[right - 1])
 
 
+DRIFT_POINTS = 101
+"""Points of a training run at which the acceptance of a draft is looked at."""
+
+
 def accepted_tokens(config: SpeculativeConfig) -> float:
-    """Return the mean number of tokens that a step makes for each rollout."""
+    """Return the mean number of tokens that a decode step makes for each rollout.
+
+    If acceptance changes over training steps, it is the number at which all tokens take as long.
+    """
     assert config.acceptance is not None, "check_run wants it"
-    return sum(config.acceptance**place for place in range(config.tokens + 1))
+    last = config.acceptance if config.acceptance_to is None else config.acceptance_to
+    if last == config.acceptance:
+        return _accepted(config.acceptance, config.tokens)
+    shares = np.linspace(config.acceptance, last, DRIFT_POINTS)
+    return DRIFT_POINTS / sum(1 / _accepted(float(share), config.tokens) for share in shares)
+
+
+def _accepted(acceptance: float, tokens: int) -> float:
+    return sum(acceptance**place for place in range(tokens + 1))
 
 
 def compose_speculative(

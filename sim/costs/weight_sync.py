@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import assert_never
 
-from streamrl.hardware.memory import fullest_stage, vision_bytes, weight_bytes
+from streamrl.hardware.memory import draft_parameters, fullest_stage, vision_bytes, weight_bytes
 from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora_parameters
 from streamrl.hardware.precision import quantised_bytes
 from streamrl.hardware.profiles import Gpu, gpu_of
@@ -53,19 +53,26 @@ class Payload:
     @classmethod
     def of(cls, replica: ReplicaHardware, sync: SyncConfig) -> Payload:
         """Return the payload of a `sync.mode`."""
-        model = replica.model
+        model, drafted = replica.model, _sent_draft_parameters(replica)
         match sync.mode:
             case "full":
-                return cls(_sent_bytes(replica, sync), num_tensors(model))
+                num_bytes = _sent_bytes(replica, sync) + drafted * BYTES[replica.precision.wide]
+                return cls(num_bytes, num_tensors(model))
             case "lora":
                 parameters = lora_parameters(model, sync.lora_rank)
                 num_adapted = sum(count for _, _, count in linear_layers(model))
                 return cls(parameters * BYTES[replica.adapter_dtype], 2 * num_adapted)
             case "delta":
-                changed = model.num_parameters * sync.changed_share
+                changed = (model.num_parameters + drafted) * sync.changed_share
                 return cls(round(changed * load_delta().bytes_per_value), num_tensors(model))
             case _:
                 assert_never(sync.mode)
+
+
+def _sent_draft_parameters(replica: ReplicaHardware) -> int:
+    """Return the parameters of a draft layer that changes in every step; 0 without one."""
+    drafts = replica.config.drafts
+    return draft_parameters(replica.model) if drafts is not None and drafts.trained else 0
 
 
 def _sent_bytes(replica: ReplicaHardware, sync: SyncConfig) -> int:

@@ -115,6 +115,8 @@ def conditions(
         "stages": rollout.pipeline_parallel > 1,
         "attention-ranks": rollout.data_parallel > 1,
         "two-pools": rollout.pool != trainer.pool,
+        "drafts": rollout.drafts is not None and rollout.drafts.model is None,
+        "trains-drafts": rollout.drafts is not None and rollout.drafts.trained,
     }
 
 
@@ -162,6 +164,10 @@ def _generation(
     yield from _formats(model_dtype, rollout, trainer_dtype)
     drafted = None if rollout.drafts is None else rollout.drafts.tokens
     yield PlannedValue("drafted_tokens", "rollout.speculative.tokens", drafted, (None,))
+    checked = None if drafted is None else drafted + 1
+    yield PlannedValue("checked_tokens", "rollout.speculative.tokens + 1", checked)
+    trained = rollout.drafts is not None and rollout.drafts.trained
+    yield PlannedValue("trained_drafts", "rollout.speculative.trained", trained, (False,))
     yield PlannedValue("max_running", "rollout.max_running", rollout.max_running, ALWAYS)
     share = rollout.memory_utilization
     yield PlannedValue("memory_utilization", "rollout.memory_utilization", share, ALWAYS)

@@ -119,6 +119,13 @@ def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:
     return weights, draft.shard_kv_bytes_per_token(own.cache, degree)
 
 
+def draft_parameters(model: ModelShape) -> int:
+    """Return the parameters of a model's own draft layer, without the tables that it shares with the model."""
+    draft = draft_of(model, SpeculativeConfig())
+    num_tables = 1 if draft.has_tied_embeddings else 2
+    return draft.num_parameters - num_tables * draft.num_embedding_parameters
+
+
 class StageBytes(NamedTuple):
     """Bytes on a GPU of one pipeline stage."""
 
@@ -421,11 +428,22 @@ def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
             "activations": activations[stage],
             "logits": logit_bytes(model, config, num_tokens) if is_last else 0.0,
         }
+        if trainer.trains_drafts and is_last:
+            passes["draft layer"] = trained_draft_bytes(trainer)
         moments += _moments(trainer, state, passes)
     peak = max(moments, key=lambda items: sum(items.values()))
     if config.zero == 3 and config.sharding == "fsdp":
         peak["flat parameters"] = FLAT_SHARE * sum(peak.values())
     return peak
+
+
+def trained_draft_bytes(trainer: TrainerHardware) -> float:
+    """Return the bytes of weights, gradients and optimizer of the draft layer on a GPU of the last stage."""
+    draft = draft_of(trainer.model, SpeculativeConfig())
+    alone = replace(trainer.config, pipeline_parallel=1, virtual_stages=1)
+    (state,) = model_states(draft, alone, trainer.dtype)
+    own_share = draft_parameters(trainer.model) / draft.num_parameters
+    return own_share * (state.weights + state.gradients + state.optimizer)
 
 
 def _moments(

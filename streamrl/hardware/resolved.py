@@ -91,6 +91,8 @@ class TrainerHardware:
     algorithm: AlgorithmConfig
     adapter_rank: int | None
     """Rank of the adapters that it trains; None if it trains all weights."""
+    trains_drafts: bool = False
+    """Whether it also trains the model's draft layer."""
 
     @property
     def gpu(self) -> Gpu:
@@ -210,13 +212,14 @@ class ResolvedRun:
             longest_sequence=longest_sequence(run.rollout, run.workload),
             algorithm=run.algorithm,
             adapter_rank=run.sync.adapter_rank,
+            trains_drafts=run.rollout.drafts is not None and run.rollout.drafts.trained,
         )
 
     @cached_property
     def trainers(self) -> tuple[TrainerHardware, ...]:
         """Every trainer, the primary one first."""
         followers = (
-            replace(seen.trainer, key=trainer_key(number))
+            replace(seen.trainer, key=trainer_key(number), trains_drafts=False)
             for number, seen in enumerate(self.seen_by_followers, start=1)
         )
         return (self.trainer, *followers)

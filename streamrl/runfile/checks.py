@@ -517,6 +517,22 @@ def _check_speculative(speculative: SpeculativeConfig | None) -> None:
         raise RunError(key, None, SHARE, text)
 
 
+def _check_trained_drafts(speculative: SpeculativeConfig | None, sync: SyncConfig) -> None:
+    """Raise `RunError` if a trained draft is no layer of the model, loses acceptance, or is not sent."""
+    if speculative is None or not speculative.trained:
+        return
+    key = "rollout.speculative"
+    if speculative.model is not None:
+        text = f"{key}.trained trains the model's own draft layer; {key}.model names another model, which no trainer has"
+        raise RunError(f"{key}.trained", True, OneOf([False]), text, (f"{key}.model",))
+    if speculative.acceptance_to is not None:
+        text = f"{key}.acceptance_to must be absent with {key}.trained, whose acceptance stays"
+        raise RunError(f"{key}.acceptance_to", speculative.acceptance_to, None, text)
+    if sync.mode == "lora":
+        text = f"{key}.trained needs sync.mode full or delta, as adapters have no draft layer, got 'lora'"
+        raise RunError(f"{key}.trained", True, OneOf([False]), text, ("sync.mode",))
+
+
 def _check_sync(sync: SyncConfig, dtype: str, rollout_dtype: WeightDtype | None) -> None:
     if sync.mode == "delta" and dtype == "float32":
         raise RunError(
@@ -608,6 +624,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_lengths(run.workload),
     lambda run: _check_ranker(run.workload.lengths),
     lambda run: _check_speculative(run.rollout.speculative),
+    lambda run: _check_trained_drafts(run.rollout.speculative, run.sync),
     lambda run: _check_sync(run.sync, run.model.dtype, run.rollout.dtype),
     lambda run: _check_precision(run.rollout),
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),

@@ -427,7 +427,11 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "start_time": SECONDS,
         "temperature": POSITIVE,
     },
-    SpeculativeConfig: {"tokens": Bounds(1, MOST_DRAFTED), "acceptance": SHARE},
+    SpeculativeConfig: {
+        "tokens": Bounds(1, MOST_DRAFTED),
+        "acceptance": SHARE,
+        "acceptance_to": SHARE,
+    },
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
     TrainerConfig: OF_TRAINERS,
     SecondaryTrainerConfig: {

@@ -52,6 +52,7 @@ OF_NAMES: dict[str, str] = {
     "price": "2.20",
     "price_source": '"contract of May 2026"',
     "acceptance": "0.8",
+    "acceptance_to": "0.5",
     "share": "0.5",
     "latency": "[[1, 0.012], [64, 0.019], [256, 0.041]]",
     "steps": "200",

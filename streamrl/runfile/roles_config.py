@@ -110,6 +110,15 @@ class SpeculativeConfig(Section, frozen=True, kw_only=True):
     """Probability that a drafted token is accepted if all before it were. Required: measure it on
     your own rollouts.
     """
+    acceptance_to: float | None = None
+    """The same probability in the last step, if the draft is not trained and the policy moves away
+    from it. It changes linearly, and costs use the mean over steps. Where absent, it stays.
+    """
+    trained: bool = False
+    """Simulated: whether the trainer trains the model's own draft layer with the policy, with
+    detached inputs, so that `acceptance` stays (verl's mtp.enable_train with detach_encoder, slime's
+    --enable-mtp-training). It costs time and memory of the last pipeline stage, and bytes of syncs.
+    """
     model: str | None = None
     """Name of the draft model in profiles/models; where absent, the model's own
     multi-token-prediction layer.

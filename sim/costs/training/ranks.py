@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
+    draft_parameters,
     shared_out_parameters,
     stage_parameters,
 )
@@ -36,6 +37,8 @@ class Ranks:
     adapter_rank: int = 0
     trained: float = 1.0
     """Share of a model's parameters that are trained, on average over trained models."""
+    drafted: float = 0.0
+    """Draft layers that a trained model trains, on average over trained models: a critic has none."""
     collective: float = 1.0
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
 
@@ -54,7 +57,15 @@ class Ranks:
             frozen=bool(adapter_rank) / num_trained,
             adapter_rank=adapter_rank,
             trained=trainer.trained_models / num_trained,
+            drafted=trainer.trains_drafts / num_trained,
         )
+
+    @property
+    def draft_share(self) -> float:
+        """Parameters of the trained draft layer, as a share of a model's, on average over trained models."""
+        if not self.drafted:
+            return 0.0
+        return self.drafted * draft_parameters(self.model) / self.model.num_parameters
 
     @property
     def width(self) -> int:

@@ -54,13 +54,14 @@ class StageTimes:
         passes = (layer.forward(), layer.backward(), layer.head())
         forward, backward, head = (one.shared(shared) for one in passes)
         layers = stage_layers(ranks.model.num_layers, ranks.trainer.num_slices)
+        trained, heads = _with_draft_layer(ranks, layers)
         gather, scatter = ranks.gather_time(), ranks.scatter_time()
         slices = ranks.trainer.virtual_stages
         late = [[late_forward(layer)], late_backward(layer)] if shared > 1 else [[], []]
         lates = [tuple(tuple(one * count for count in layers) for one in some) for some in late]
         return cls(
-            forward=_with_head(forward, layers, head),
-            backward=_with_head(backward, layers, layer.head_backward().shared(shared)),
+            forward=_with_head(forward, trained, head * heads),
+            backward=_with_head(backward, trained, layer.head_backward().shared(shared) * heads),
             scored=_with_head(forward, layers, head),
             gather_time=gather / slices,
             scatter_time=(ranks.backward_gather_time() + scatter) / slices,
@@ -87,9 +88,11 @@ class StageTimes:
         added, last = adapters_of(ranks, narrow), Pass(per_token=head / achieved)
         back = Pass(per_token=layer.per_token * learning, per_pair=layer.per_pair * BACKWARD)
         layers = stage_layers(model.num_layers, trainer.num_slices)
-        forward = _with_head(layer + added.forward, layers, last)
-        backward = _with_head(back + added.backward, layers, last * learning)
-        return cls(forward=forward, backward=backward, scored=forward)
+        trained, heads = _with_draft_layer(ranks, layers)
+        scored = _with_head(layer + added.forward, layers, last)
+        forward = _with_head(layer + added.forward, trained, last * heads)
+        backward = _with_head(back + added.backward, trained, last * learning * heads)
+        return cls(forward=forward, backward=backward, scored=scored)
 
     def at(self, score: float, train: float) -> StageTimes:
         """Return the stages with scoring and training passes faster by these factors."""
@@ -186,7 +189,12 @@ def _lines(passes: Sequence[Pass]) -> Lines:
     return fixed, slopes
 
 
-def _with_head(one: Pass, layers: Sequence[int], head: Pass) -> tuple[Pass, ...]:
+def _with_draft_layer(ranks: Ranks, layers: Sequence[int]) -> tuple[list[float], float]:
+    """Return the layers of each slice and the passes of the head, with the draft layer that the last slice trains."""
+    return [*layers[:-1], layers[-1] + ranks.drafted], 1 + ranks.drafted
+
+
+def _with_head(one: Pass, layers: Sequence[float], head: Pass) -> tuple[Pass, ...]:
     *stages, last = (one * count for count in layers)
     return (*stages, last + head)
 

@@ -116,7 +116,8 @@ class TrainingCosts:
         score, train = corrections.training_factors
         switches = _switches_of(trainer, ranks)
         num_trained = trainer.num_trained_models
-        updated = ranks.reduce_time() + ranks.update_time() + switches.step_time
+        updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
+        updated += switches.step_time
         return cls(
             stages=stages.at(score, train),
             num_scored=trainer.algorithm.num_scored,
