@@ -27,6 +27,8 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+
 from streamrl.hardware.operator_tables import Floats
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
@@ -152,16 +154,16 @@ class Pipeline:
             return
         if now > self.open_until * (1 + ROUNDING):
             self.drain()
-        stages, free_at = self.num_stages, self.free_at
+        room, free_at = self.num_stages, self.free_at
         batch, ready_at = _Batch(backward, send), now
-        for stage in range(stages):
-            waiting = self._waiting[stage]
-            if len(waiting) == stages - stage:
+        for stage, (waiting, seconds) in enumerate(zip(self._waiting, forward, strict=True)):
+            if len(waiting) == room:
                 self._go_back(stage)
-            start = max(free_at[stage], ready_at)
-            free_at[stage] = start + forward[stage]
-            ready_at = free_at[stage] + send
+            free = free_at[stage]
+            free_at[stage] = free = (free if free > ready_at else ready_at) + seconds
+            ready_at = free + send
             waiting.append(batch)
+            room -= 1
         self._returned_at[-1].append(free_at[-1])
         self.open_until = free_at[0]
 
@@ -196,11 +198,22 @@ class Pipeline:
         self.free_at, self.open_until = list(free_at), free_at[0]
 
     def _go_back(self, stage: int) -> None:
-        batch = self._waiting[stage].popleft()
-        start = max(self.free_at[stage], self._returned_at[stage].popleft())
-        self.free_at[stage] = start + batch.backward[stage]
+        backward, send = self._waiting[stage].popleft()
+        free, returned_at = self.free_at[stage], self._returned_at[stage].popleft()
+        # comparing takes a fraction of the time of `max`, and huge trainers make millions of passes
+        free = (free if free > returned_at else returned_at) + backward[stage]
+        self.free_at[stage] = free
         if stage:
-            self._returned_at[stage - 1].append(self.free_at[stage] + batch.send)
+            self._returned_at[stage - 1].append(free + send)
+
+
+def _slowest(times: Floats, counts: Sequence[int]) -> list[list[float]]:
+    """Return (micro-batches, slices) the seconds on the slowest rank, from those of all ranks in order."""
+    is_there = np.arange(max(counts)) < np.array(counts)[:, None]
+    by_rank = np.zeros((*is_there.shape, times.shape[1]))
+    by_rank[is_there] = times
+    slowest: list[list[float]] = by_rank.max(axis=0).tolist()
+    return slowest
 
 
 class TrainerSchedule(Protocol):
@@ -375,13 +388,11 @@ class PipelinedSchedule:
 
         Ranks in lockstep share one clock: a micro-batch takes as long as on the slowest rank.
         """
-        rows = iter((times_of([b for part in dealt for b in part]) * share).tolist())
-        by_rank = [list(islice(rows, len(part))) for part in dealt]
-        if not self._goes_in_step:
-            return by_rank
-        none = [0.0] * self._trainer.num_slices
-        in_step = zip_longest(*by_rank, fillvalue=none)
-        return [[[max(each) for each in zip(*ranks, strict=True)] for ranks in in_step]]
+        times = times_of([b for part in dealt for b in part]) * share
+        if self._goes_in_step:
+            return [_slowest(times, [len(part) for part in dealt])]
+        rows = iter(times.tolist())
+        return [list(islice(rows, len(part))) for part in dealt]
 
     def _sends(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[list[float]]:
         """Return, for each clock, the seconds that each micro-batch takes from stage to stage."""
