@@ -294,7 +294,7 @@ class Replica:
                     self._end_aborted()
                 if self._load is not None and not (self._load.drain and self._running):
                     yield from self._load_weights(self._load)
-                elif (prefill_time := self._admit()) is not None:
+                elif self._queue and (prefill_time := self._admit()) is not None:
                     yield self._time.work(prefill_time)
                     self._end_finished()
                 elif self._running:
@@ -313,7 +313,7 @@ class Replica:
 
     def _admit(self) -> float | None:
         """Begin the pass that admits queued rollouts, and return its seconds; None if none can be admitted."""
-        if self._load is not None or self._is_full or not self._queue:
+        if self._load is not None or self._is_full:
             return None
         joined: list[Attempt] = []
         running, cache, rides_along = self._running, self._cache, self._costs.rides_along
@@ -337,9 +337,11 @@ class Replica:
                 continue
             if not num_prefixes:
                 step_time = self._ride_along()
-            done = min(attempt.computed, fresh)
-            part = int(min(fresh - done, budget - tokens))
-            tokens += max(part, 1)
+            done = attempt.computed if attempt.computed < fresh else fresh
+            part = fresh - done
+            if part > budget - tokens:
+                part = int(budget - tokens)
+            tokens += part or 1
             again += part if attempt.done else 0
             pairs += part * (context - fresh + done + part / 2)
             num_prefixes += 1
