@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.hardware.activations import activation_bytes, tokens_in_pass
+from streamrl.hardware.engine_memory import load_engine_memory
 from streamrl.hardware.memory import (
     check_host_memory,
     check_memory,
@@ -305,8 +306,9 @@ def test_the_cache_gets_what_the_driver_reports_less_reserve_weights_and_workspa
     reported = 97_871 * 2**20
     weights = 2 * 7_615_616_512
     a_pass = 8192 * (2 * 3584 + 3 * 18_944) * 2
-    assert a_pass > 64 * 152_064 * 20  # bytes of sampling
-    room = 0.8 * (reported - 2**29) - weights - a_pass
+    engine = load_engine_memory("vllm-0.11")
+    assert a_pass > 64 * 152_064 * engine.logit  # bytes of sampling
+    room = 0.8 * (reported - 2**29) - weights - a_pass - engine.fixed - engine.single
     assert kv_capacity(resolve(run).replica) == int(room // (2 * 28 * 4 * 128 * 2))
 
 
@@ -315,7 +317,7 @@ def test_a_replica_of_many_rollouts_gives_room_to_sampling() -> None:
         kv_capacity(resolve(small_run({"rollout.max_running": number})).replica)
         for number in (512, 2048)
     )
-    sampling = (2048 - 512) * 152_064 * 20
+    sampling = (2048 - 512) * 152_064 * load_engine_memory("vllm-0.11").logit
     assert (few - many) * 56 * 1024 == pytest.approx(sampling, abs=2 * 56 * 1024)
 
 

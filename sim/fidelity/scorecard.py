@@ -16,6 +16,7 @@ TITLES = {
     "serving": "Serving: decode steps, requests and full load",
     "training": "Training: seconds of an optimizer step",
     "steps": "Steps of RL: stages of published runs",
+    "memory": "Memory of replicas: KV cache that engines log at their start",
 }
 HOW_TO_READ = (
     "In the tables below:",

@@ -22,6 +22,7 @@ from streamrl.report.fidelity import (
     slug,
     with_section,
 )
+from streamrl.sim.fidelity.kv_room import room_rows
 from streamrl.sim.fidelity.paper_figure import PaperFigure
 from streamrl.sim.fidelity.paper_generation import constants, decode_curve, dispatch
 from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
@@ -36,6 +37,7 @@ ROWS: dict[str, Callable[[], list[Row]]] = {
     "serving": serving_rows,
     "training": training_rows,
     "steps": steps_rows,
+    "memory": room_rows,
 }
 """Sets of published rows by name."""
 PAPER = "paper"

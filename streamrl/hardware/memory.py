@@ -1,8 +1,9 @@
 """Compute the bytes on a GPU of each side and in the memory of hosts, and check whether a run fits.
 
 A replica's GPU has weights, workspace and KV cache. As in vLLM, the workspace is the maximum memory of one
-forward pass of `PREFILL_CHUNK` tokens, or of sampling for `max_running` rollouts. The KV cache gets the
-rest of `memory_utilization`. CUDA graphs are captured later, outside this share.
+forward pass of `PREFILL_CHUNK` tokens, or of sampling for `max_running` rollouts, and memory outside PyTorch
+(`streamrl.hardware.engine_memory`). The KV cache gets the rest of `memory_utilization`. CUDA graphs are
+captured later, outside this share. SGLang's share has weights and KV cache alone.
 
 | on a GPU of the trainer | without `trainer.offload`       | with `trainer.offload`                      |
 |-------------------------|---------------------------------|---------------------------------------------|
@@ -23,6 +24,7 @@ from typing import NamedTuple, assert_never
 from msgspec.structs import replace
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
+from streamrl.hardware.engine_memory import DEFAULT_LOGIT, load_engine_memory
 from streamrl.hardware.model_shape import BYTES, ModelShape, lora_parameters
 from streamrl.hardware.parallelism import (
     check_split,
@@ -46,10 +48,6 @@ from streamrl.runfile.roles_config import SpeculativeConfig, TrainerConfig
 
 PREFILL_CHUNK = 8192
 """Tokens of one forward pass: vLLM's default of max_num_batched_tokens for throughput."""
-SAMPLE_BYTES = 20
-"""Bytes per logit while sampling: logits and probabilities in float32, sorted ones, and their
-64-bit indices.
-"""
 
 
 def workspace_bytes(
@@ -58,6 +56,7 @@ def workspace_bytes(
     max_running: int,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
+    logit_bytes: float = DEFAULT_LOGIT,
 ) -> float:
     """Return the bytes on one GPU for a pass of `PREFILL_CHUNK` tokens or for sampling, whichever is larger.
 
@@ -75,7 +74,19 @@ def workspace_bytes(
         routed = chosen * channels / split
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim / tensor_parallel
     a_pass = PREFILL_CHUNK * (2 * model.hidden_size + max(mlp, routed, attention)) * width
-    return max(a_pass, float(max_running) * model.vocab_size * SAMPLE_BYTES)
+    return max(a_pass, float(max_running) * model.vocab_size * logit_bytes)
+
+
+def expert_buffer_bytes(
+    model: ModelShape, dtype: str, tensor_parallel: int, expert_parallel: int
+) -> float:
+    """Return the bytes of grouped experts in a pass: gate and up projections of each copy, and its output."""
+    if model.experts is None:
+        return 0.0
+    split = max(tensor_parallel, expert_parallel)
+    projections = (model.num_mlp_products - 1) * model.experts.intermediate_size / split
+    channels = model.experts.experts_per_token * (projections + model.expert_input_size)
+    return PREFILL_CHUNK * channels * max(2, BYTES.get(dtype, 2))
 
 
 def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
@@ -254,16 +265,36 @@ def fullest_stage(replica: ReplicaHardware) -> StageBytes:
 def replica_workspace(replica: ReplicaHardware) -> float:
     """Return the bytes on one GPU of a replica besides weights and KV cache.
 
-    These are the workspace of a pass, adapters, and the states of rollouts that do not grow with length.
+    These are the workspace of a pass, memory outside PyTorch, adapters, and the states of rollouts that do
+    not grow with length.
     """
     rollout, model, wide = replica.config, replica.longest_model, replica.precision.wide
     most, degree = -(-rollout.max_running // rollout.data_parallel), rollout.tensor_parallel
     states = most * model.shard_state_bytes(wide, degree)
-    work = workspace_bytes(model, wide, most, degree, min(rollout.expert_parallel, degree))
+    work = _engine_bytes(replica, most)
     if replica.adapter_rank is not None:  # unmerged adapters
         adapters = lora_parameters(model, replica.adapter_rank)
         work += adapters * BYTES[replica.adapter_dtype] / degree
     return work + states / rollout.pipeline_parallel
+
+
+def _engine_bytes(replica: ReplicaHardware, most: int) -> float:
+    """Return the bytes of a pass with up to `most` rollouts, and those outside PyTorch.
+
+    On a CPU the engine is a process of its own, and its logs are not published.
+    """
+    rollout, model, wide = replica.config, replica.longest_model, replica.precision.wide
+    degree = rollout.tensor_parallel
+    experts = min(rollout.expert_parallel, degree)
+    if replica.gpu.name == "cpu":
+        return workspace_bytes(model, wide, most, degree, experts)
+    engine = load_engine_memory(replica.engine)
+    outside = engine.outside_torch(rollout.gpus_per_replica)
+    if not engine.counts_activations:
+        return outside * rollout.memory_utilization
+    a_pass = workspace_bytes(model, wide, most, degree, experts, engine.logit)
+    kept = expert_buffer_bytes(model, wide, degree, experts) if engine.keeps_experts else 0.0
+    return max(a_pass, kept + most * model.vocab_size * engine.logit) + engine.fixed + outside
 
 
 def most_running(replica: ReplicaHardware) -> int:

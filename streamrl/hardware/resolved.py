@@ -60,6 +60,8 @@ class ReplicaHardware:
     adapter_rank: int | None
     """Rank of the LoRA adapters that it serves unmerged; None if it serves none."""
     adapter_dtype: str
+    engine: str
+    """The inference engine, by its file name in profiles/engines."""
 
     @property
     def gpu(self) -> Gpu:
@@ -191,6 +193,7 @@ class ResolvedRun:
             rollouts_per_prompt=run.rollouts_per_prompt,
             adapter_rank=run.sync.lora_rank if run.serves_adapters else None,
             adapter_dtype=run.model.dtype,
+            engine=run.costs.engine,
         )
 
     @cached_property

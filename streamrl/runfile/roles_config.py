@@ -211,7 +211,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities of the loss are at the same temperature."""
     memory_utilization: float = 0.9
-    """Share of GPU memory for weights and KV cache."""
+    """Share of GPU memory for weights, KV cache and, except with SGLang, the workspace of a pass."""
     backend: RolloutBackend = "transformers"
     """Inference engine. transformers: its continuous batching. vllm. static: one batch to its end,
     then the next; a reference that is executed but not simulated.

@@ -1,0 +1,96 @@
+"""Published sizes of KV caches, from start-up logs of inference engines, and their predictions."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from functools import cache
+
+import msgspec
+
+from streamrl.hardware.memory import kv_capacity, stage_bytes
+from streamrl.hardware.profiles import PROFILES
+from streamrl.hardware.resolved import resolve
+from streamrl.runfile.files import make_run
+from streamrl.sim.fidelity.published_rows import Row
+
+GIB = 2**30
+LENGTHS = "r1-distill-aime"
+SHORT = 256
+"""Longest output of the predicted runs; the size of a KV cache does not depend on it."""
+
+
+class RoomRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One published KV cache."""
+
+    engine: str
+    """Name in profiles/engine_memory."""
+    version: str
+    gpu: str
+    model: str
+    dtype: str
+    tensor_parallel: int
+    max_running: int
+    share: float
+    """gpu_memory_utilization of vLLM, or mem_fraction_static of SGLang."""
+    gib: float
+    """GiB on one GPU."""
+    fitted: bool
+    source: str
+
+
+@cache
+def read_rooms() -> tuple[RoomRow, ...]:
+    """Read profiles/published/kv_room.csv."""
+    text = (PROFILES / "published" / "kv_room.csv").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return tuple(msgspec.convert(line, RoomRow, strict=False) for line in csv.DictReader(lines))
+
+
+def predict_room(row: RoomRow) -> float:
+    """Return the predicted GiB of KV cache on one GPU."""
+    run = make_run(
+        {
+            "model": {"name": row.model},
+            "cluster": {"pools": {"pool": {"gpu": row.gpu, "nodes": 1}}},
+            "rollout": {
+                "pool": "pool",
+                "replicas": 1,
+                "tensor_parallel": row.tensor_parallel,
+                "dtype": row.dtype,
+                "max_running": row.max_running,
+                "max_tokens": SHORT,
+                "memory_utilization": row.share,
+            },
+            "trainer": {"pool": "pool"},
+            "algorithm": {"name": "grpo", "steps": 1, "prompts_per_step": 1, "group_size": 2},
+            "workload": {
+                "max_prompt_tokens": SHORT,
+                "lengths": {"kind": "histogram", "source": LENGTHS, "prompt_tokens": 64},
+            },
+            "policies": {"system": "colocated"},
+        }
+    )
+    replica = replace(resolve(run).replica, engine=row.engine)
+    return kv_capacity(replica) * stage_bytes(replica)[0].token / GIB
+
+
+def room_rows() -> list[Row]:
+    """Return every published KV cache with its prediction."""
+    return [_row(row) for row in read_rooms()]
+
+
+def _row(row: RoomRow) -> Row:
+    ours = predict_room(row)
+    layout = f"{row.gpu} TP{row.tensor_parallel}, share {row.share:g}"
+    kind = "constants from these" if row.fitted else "others"
+    return Row(
+        name=f"{row.model} in {row.dtype}, {layout}",
+        group=f"KV cache, {row.engine}: {kind}",
+        shape=row.model,
+        unit="GiB a GPU",
+        published=(row.gib, row.gib),
+        predicted=(ours, ours),
+        is_fitted=row.fitted,
+        source=row.source,
+    )
