@@ -157,6 +157,33 @@ def test_a_public_model_has_its_parameters(name: str, tmp_path: Path) -> None:
     assert found / 1e9 == pytest.approx(PUBLISHED.get(name, found / 1e9), rel=0.005)
 
 
+AS_ANOTHER_TYPE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Types that transformers does not have, and those of the same layers."""
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_transformers_own_model_has_as_many_parameters(name: str, tmp_path: Path) -> None:
+    """On the meta device. It counts no correction of router scores, which are buffers there."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    table = FILES[name]["config.json"]
+    text = {**table.get("text_config", table)}
+    for part in ("quantization_config", "auto_map", "architectures"):
+        text.pop(part, None)
+    kind = AS_ANOTHER_TYPE.get(text["model_type"], text["model_type"])
+    config = transformers.CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # Qwen3-VL's text models
+        model_class = transformers.AutoModel
+    else:
+        model_class = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = model_class.from_config(config)
+    shape = read(name, tmp_path).shape
+    own = sum({id(each): each.numel() for each in model.parameters()}.values())
+    if model_class is transformers.AutoModel and not shape.has_tied_embeddings:
+        own += shape.num_embedding_parameters  # the output head
+    assert shape.num_parameters == pytest.approx(own, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ACTIVE)
 def test_active_parameters_with_the_embedding_are_those_of_model_cards(
     name: str, tmp_path: Path
