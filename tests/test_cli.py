@@ -242,7 +242,7 @@ def test_a_corrupt_trace_is_refused_by_file_and_line(simulated: Path, tmp_path: 
         *("simulate", "plan", "execute", "replay", "compare", "report", "samples", "validate"),
         "export",
         *("doctor", "profile", "profile show", "profile check", "profile measure", "ranker"),
-        *("ranker eval", "calibrate", "import", "lengths", "model", "model show"),
+        *("ranker eval", "calibrate", "diagnose", "import", "lengths", "model", "model show"),
     ],
 )
 def test_help_has_an_example(command: str) -> None:
@@ -279,6 +279,7 @@ def test_help_shows_brackets_as_they_are_written(command: str, words: str) -> No
         (["model", "show", "qwen2.5-7b"], "7.616B"),
         (["ranker", "eval", "{scores}"], "recall@20%"),
         (["calibrate", EXAMPLE, "{steps}", *SMALL], "whole step"),
+        (["diagnose", "--run", EXAMPLE, "--stage", "step=9", *SMALL], "longest stage"),
         (["import", "{scores}", "-o", "{out}"], "lengths.csv"),
         (["lengths", "math reasoning"], "at the cap of"),
     ],

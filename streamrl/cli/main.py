@@ -121,6 +121,10 @@ class Commands(LazyGroup):
                 "streamrl.cli.calibrate:calibrate",
                 "Fit predicted times to the measured steps of your own runs.",
             ),
+            "diagnose": (
+                "streamrl.cli.diagnose:diagnose",
+                "Say whether a run is normal for its hardware.",
+            ),
             "ranker": (
                 "streamrl.cli.ranker:ranker",
                 "Fit, use and test rankers that predict output lengths.",

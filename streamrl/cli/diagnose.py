@@ -1,0 +1,167 @@
+"""`streamrl diagnose`: say whether a run that happened is normal for its hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from streamrl.cli.init import (
+    AlgorithmOption,
+    Gpus,
+    Group,
+    Link,
+    MaxTokens,
+    MeanTokens,
+    Model,
+    Prompts,
+    PromptTokens,
+    check_alone,
+)
+from streamrl.cli.progress import make_progress
+from streamrl.cli.shared import (
+    AsJson,
+    Overrides,
+    holds_run,
+    open_trace,
+    print_json,
+    stdout_console,
+)
+from streamrl.logs.framework_logs import read_measured_file
+from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_steps
+from streamrl.report.diagnosis_table import diagnosis_lines, diagnosis_table
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import load_run
+from streamrl.sim.calibration.disagreement import takes_turns
+from streamrl.sim.diagnosis.diagnosis import diagnose as find_diagnosis
+from streamrl.sim.planner.answers import ANSWERS, estimate, question_of, run_of, stated_of
+
+STAGES = {
+    "generation": "generation",
+    "rollout": "generation",
+    "score": "score",
+    "old-log-probs": "score",
+    "reference": "score",
+    "train": "train",
+    "sync": "sync",
+    "step": "step_time",
+}
+"""Names of `--stage`, each with the column that it adds to."""
+
+
+def diagnose(
+    log: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="LOG",
+            help="Log of verl, NeMo-RL, slime, OpenRLHF, prime-rl or TRL, a CSV, or a run directory. Or give --stage.",
+        ),
+    ] = None,
+    run_file: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN.toml", help="The run file of that run."),
+    ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stage",
+            metavar="NAME=SECONDS",
+            help="Seconds of a stage instead of a log: generation (or rollout), score (or old-log-probs and reference, "
+            "which add up), train, sync, step. Repeat for more stages.",
+        ),
+    ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option("--format", help="Format of the log, as for `calibrate`. Default: detect it."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    model: Model = None,
+    gpus: Gpus = None,
+    algorithm: AlgorithmOption = None,
+    prompts: Prompts = None,
+    group: Group = None,
+    mean_tokens: MeanTokens = None,
+    max_tokens: MaxTokens = None,
+    prompt_tokens: PromptTokens = None,
+    link: Link = None,
+) -> None:
+    """Say whether a run is normal for its hardware.
+
+    It reads a framework's log, or seconds that you give, and simulates the run file of that run. It shows measured and
+    predicted seconds by stage, the longest stage, the three changes worth most, and which stages are not the problem.
+
+    Nothing is fitted: `calibrate` fits a run that is normal. `doctor` checks a run file before a run.
+
+    Example: streamrl diagnose verl.log --run run.toml
+    Example: streamrl diagnose --run run.toml --stage rollout=29 --stage train=91 --stage step=290
+    """
+    given = {**locals(), **dict.fromkeys(set(ANSWERS) - set(locals()))}
+    stated = stated_of(given)
+    check_alone(run_file, stated)
+    if (log is None) == (not stage):
+        raise ValueError("give either LOG or --stage NAME=SECONDS")
+    run = _run_of(run_file, stated, overrides or ())
+    if stage:
+        measured = _stated_steps(stage)
+    else:
+        measured = _read(log or Path(), log_format, turns=takes_turns(run.policies))
+    with make_progress() as progress:
+        task = progress.add_task("simulating", total=None, facts="")
+        found = find_diagnosis(run, measured, lambda what: progress.update(task, facts=what))
+    found = msgspec.structs.replace(found, notes=[*found.notes, *_layout_notes(run_file)])
+    if as_json:
+        print_json(found)
+        return
+    stdout_console().print(diagnosis_table(found))
+    for line in diagnosis_lines(found):
+        typer.echo(line)
+
+
+def _run_of(run_file: Path | None, stated: dict[str, object], overrides: Iterable[str]) -> Run:
+    if run_file is not None:
+        return load_run(run_file, tuple(overrides))
+    run = run_of(question_of(stated), tuple(overrides))
+    return estimate(run).run
+
+
+def _layout_notes(run_file: Path | None) -> list[str]:
+    if run_file is not None:
+        return []
+    text = "the layout is the one that `streamrl init` would choose, not yours: --run RUN.toml gives yours"
+    return [text]
+
+
+def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:
+    """Return one step with the seconds of `--stage`."""
+    seconds: dict[str, float] = {}
+    for text in stages:
+        name, _, value = text.partition("=")
+        if name not in STAGES:
+            raise ValueError(f"--stage must be one of {', '.join(STAGES)}, got {name!r}")
+        column = STAGES[name]
+        seconds[column] = seconds.get(column, 0.0) + _seconds(text, value)
+    return MeasuredSteps(
+        source="--stage", framework="csv", steps=(MeasuredStep(step=1, **seconds),)
+    )
+
+
+def _seconds(text: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"--stage {text}: write NAME=SECONDS, with seconds above 0")
+    return seconds
+
+
+def _read(log: Path, log_format: str | None, *, turns: bool) -> MeasuredSteps:
+    """Read a log, or a run directory."""
+    if holds_run(log):
+        steps = read_run_steps(open_trace(log), takes_turns=turns)
+        return MeasuredSteps(source=str(log), framework="csv", steps=tuple(steps))
+    return read_measured_file(log, log_format)
