@@ -8,9 +8,12 @@ from streamrl.hardware.engine_memory import EngineMemory, load_engine_memory
 from streamrl.hardware.memory import kv_capacity, replica_workspace
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
+from streamrl.runfile.files import make_run
 from streamrl.sim.fidelity.kv_room import read_rooms, room_rows
 from streamrl.sim.fidelity.published_rows import summarise
-from tests.runs import small_run
+from tests.runs import make_table, small_run
+
+NEMO = {"name": "nemo-rl"}
 
 
 def test_logs_that_no_constant_comes_from_are_predicted_within_five_percent() -> None:
@@ -52,3 +55,12 @@ def test_an_engine_without_logs_has_the_assumed_memory() -> None:
     assert load_engine_memory("tensorrt-llm-1.0") == EngineMemory()
     with pytest.raises(ValueError, match="logit"):
         EngineMemory(logit=-1.0)
+
+
+def test_nemo_rl_keeps_memory_for_the_rollouts_that_vllm_allows() -> None:
+    table = make_table({})
+    del table["rollout"]["max_running"]
+    plain, nemo = (make_run({**table, "framework": framework}) for framework in ({}, NEMO))
+    assert (plain.rollout.max_running, nemo.rollout.max_running) == (256, 1024)
+    assert small_run({"framework.name": "nemo-rl"}).rollout.max_running != 1024  # it states its own
+    assert kv_capacity(resolve(nemo).replica) < kv_capacity(resolve(plain).replica)
