@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from streamrl.record.metrics import measure
 from streamrl.record.uncertainty import uncertainty_of, unmeasured_warning, unshared_error
 from streamrl.sim.costs.overheads import decode_errors, load_engine
-from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.published_rows import Evidence, Row
 from streamrl.sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated, phase_seconds
 from streamrl.sim.fidelity.scorecard import LIMITS, sections, write_history
 from streamrl.sim.world import simulate
@@ -64,14 +65,14 @@ def test_lengths_are_scaled_to_the_published_mean_once_they_are_cut_off() -> Non
 # Errors -------------------------------------------------------------------------------------------
 
 
-def test_a_row_with_unknown_inputs_is_off_by_what_its_nearest_end_is() -> None:
-    published, predicted = (10.0, 12.0), (20.0, 30.0)
+def test_a_row_with_unknown_inputs_is_off_by_what_its_middle_is() -> None:
+    published, predicted = (10.0, 10.0), (5.0, 80.0)
     made = [
         Row(**{**_fields(ROW), "published": published, "predicted": predicted}),
         Row(**{**_fields(ROW), "published": predicted, "predicted": published}),
-        Row(**{**_fields(ROW), "published": (10.0, 25.0), "predicted": predicted}),
     ]
-    assert [row.error for row in made] == pytest.approx([20 / 12 - 1, 12 / 20 - 1, 0.0])
+    assert [row.error for row in made] == pytest.approx([1.0, -0.5])
+    assert [row.width for row in made] == pytest.approx([15.0, 0.0])
 
 
 def test_a_fitted_row_is_judged_without_its_model() -> None:
@@ -127,6 +128,14 @@ def test_the_page_has_each_group_with_its_errors_and_what_cannot_be_predicted() 
     lines = list(sections({"training": [ROW]}))
     assert "| a framework | 1 | 10.0% | 10.0% | -10.0% | 0% |" in lines
     assert all(f"- {limit}" in lines for limit in LIMITS)
+
+
+def test_the_page_begins_with_rows_that_nothing_was_fitted_to() -> None:
+    fitted = Row(**{**_fields(ROW), "is_fitted": True})
+    lines = list(sections({"training": [fitted, Row(**{**_fields(fitted), "left_out": 8.0}), ROW]}))
+    found = [line for line in lines if line.split(" | ")[0][2:] in get_args(Evidence)]
+    assert [line.split(" | ")[0] for line in found] == ["| not fitted", "| left out", "| in sample"]
+    assert [line.split(" | ")[3] for line in found] == ["10.0%", "20.0%", "10.0%"]
 
 
 def test_the_history_has_a_line_a_commit(tmp_path: Path) -> None:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import sqrt
+from typing import Literal
 
 import msgspec
 import numpy as np
 from rich.table import Table
+
+Evidence = Literal["not fitted", "left out", "in sample"]
+"""How much a row says.
+
+- not fitted: no constant was fitted to the row.
+- left out: constants were fitted to rows like it, and it is predicted by constants without its model.
+- in sample: constants were fitted to the row itself. Its error is too small.
+"""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,13 +45,24 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Return predicted over published, minus 1, for the nearest ends; 0 if the ranges overlap.
+        """Return predicted over published, minus 1, for the geometric middle of each range.
 
         For fitted rows it is the error of the prediction without their shape, if there is one.
         """
-        if self.left_out is not None:
-            return _distance(self.published, (self.left_out, self.left_out))
-        return _distance(self.published, self.predicted)
+        predicted = middle(self.predicted) if self.left_out is None else self.left_out
+        return predicted / middle(self.published) - 1
+
+    @property
+    def width(self) -> float:
+        """Return the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
+        return max(self.predicted) / min(self.predicted) - 1
+
+    @property
+    def evidence(self) -> Evidence:
+        """Return whether a constant was fitted to the row's source, and how the row is judged then."""
+        if not self.is_fitted:
+            return "not fitted"
+        return "in sample" if self.left_out is None else "left out"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +86,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         median=float(np.median(abs(errors))),
         p90=float(np.quantile(abs(errors), 0.9)),
         bias=float(np.median(errors)),
-        width=float(np.median([max(row.predicted) / min(row.predicted) - 1 for row in rows])),
+        width=float(np.median([row.width for row in rows])),
     )
 
 
@@ -110,11 +131,10 @@ def row_table(rows: Iterable[Row], title: str) -> Table:
     return table
 
 
-def _distance(published: tuple[float, float], predicted: tuple[float, float]) -> float:
-    (least, most), (low, high) = published, predicted
-    if low > most:
-        return low / most - 1
-    return high / least - 1 if high < least else 0.0
+def middle(ends: tuple[float, float]) -> float:
+    """Return the geometric middle of a range: it is off by the same factor at both ends."""
+    low, high = ends
+    return sqrt(low * high)
 
 
 def range_text(ends: tuple[float, float], digits: int) -> str:

@@ -259,6 +259,11 @@ PUBLISHED = (
     ),
 )
 
+FITTED = ("refit", "step")
+"""Stages with constants that rest on these very sources: the seconds of a switch and those beside the
+stages (profiles/frameworks/usual.toml).
+"""
+
 GENERATED = {
     ("llama-2-7b", 8): 86,
     ("llama-2-7b", 4): 44.5,
@@ -388,6 +393,7 @@ def _stage_rows(step: Published, times: list[PhaseSeconds]) -> Iterator[Row]:
             unit="s",
             published=(seconds, seconds),
             predicted=(min(ours), max(ours)),
+            is_fitted=stage in FITTED,
             note=step.note,
             source=step.source,
         )

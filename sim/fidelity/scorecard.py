@@ -8,8 +8,16 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
-from streamrl.sim.fidelity.published_rows import Row, grouped, range_text, summarise
+from streamrl.sim.fidelity.published_rows import (
+    Evidence,
+    Row,
+    Summary,
+    grouped,
+    range_text,
+    summarise,
+)
 
 HISTORY = "fidelity-history.csv"
 TITLES = {
@@ -23,10 +31,12 @@ HOW_TO_READ = (
     "",
     "- *median* and *p90* are absolute errors of predictions, relative to the published value;",
     "- *bias* is the median of signed errors;",
-    "- *range*: if an input is unknown, the prediction is a range. Its error is that of the nearest end. The column shows how wide",
-    "  the range is.",
-    "",
-    "If a row was used in a fit, its error is that of a fit without the row's model.",
+    "- *range*: if an input is unknown, the prediction is a range, and its error is that of the geometric middle. The column",
+    "  shows how wide the range is. No such row counts as exact.",
+    "- *not fitted*: no constant was fitted to these rows. Read their errors first.",
+    "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model. Rows of the same",
+    "  source stay in the fit, so errors on a new source can be larger.",
+    "- *in sample*: constants were fitted to the rows themselves, so their errors are too small.",
 )
 LIMITS = (
     "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
@@ -68,10 +78,7 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             "|---|---|---|---|---|---|",
         )
         for group, some in (*grouped(rows).items(), ("all", rows)):
-            found = summarise(some)
-            yield (
-                f"| {group} | {found.rows} | {found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%} | {found.width:.0%} |"
-            )
+            yield f"| {group} | {_figures(summarise(some))} |"
         shown = [row for row in rows if _is_shown(name, row)]
         if shown:
             yield from (
@@ -88,14 +95,23 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 
 
 def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """Yield the errors of each set of published rows, and how to read the tables."""
+    """Yield the errors of each set of published rows, rows without a fit first, and how to read the tables."""
     if sets:
-        yield from ("", "| published | rows | median error | p90 |", "|---|---|---|---|")
-    for name, rows in sets.items():
-        found = summarise(rows)
-        yield f"| {TITLES[name]} | {found.rows} | {found.median:.1%} | {found.p90:.1%} |"
+        yield from ("", "| rows | published | number | median error | p90 | bias | range |")
+        yield "|---|---|---|---|---|---|---|"
+    for evidence in get_args(Evidence):
+        for name, rows in sets.items():
+            some = [row for row in rows if row.evidence == evidence]
+            if some:
+                yield f"| {evidence} | {TITLES[name]} | {_figures(summarise(some))} |"
     if sets:
         yield from ("", *HOW_TO_READ)
+
+
+def _figures(found: Summary) -> str:
+    """Return the cells of a summary."""
+    errors = f"{found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%}"
+    return f"{found.rows} | {errors} | {found.width:.0%}"
 
 
 def stamp() -> str:
