@@ -134,7 +134,7 @@ def test_a_link_of_pools_that_are_not_there_is_left_out() -> None:
 
 
 def test_a_name_like_no_other_is_mended_with_a_usual_one() -> None:
-    run = convert_run(full_table({"model.name": "olmo", "cluster.pools.far.gpu": "wse"}))
+    run = convert_run(full_table({"model.name": "xyzzy", "cluster.pools.far.gpu": "wse"}))
     fixes = [finding.fix for finding in fix_profile_names(run).findings]
     assert fixes == ["set cluster.pools.far.gpu=h800", "set model.name=qwen2.5-7b"]
 

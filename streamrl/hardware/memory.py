@@ -44,7 +44,7 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.policies_config import SyncConfig
-from streamrl.runfile.roles_config import SpeculativeConfig, TrainerConfig
+from streamrl.runfile.roles_config import KEEPS_ONE_COPY, SpeculativeConfig, TrainerConfig
 
 PREFILL_CHUNK = 8192
 """Tokens of one forward pass: vLLM's default of max_num_batched_tokens for throughput."""
@@ -376,7 +376,7 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
         tower = 0.0 if stage else vision_bytes(model, dtype) / trainer.tensor_parallel
         split = (parameters - experts) / trainer.copies + experts / trainer.expert_copies
         copied = _copied_parameters(trainer, parameters, split, num_layers)
-        has_one_copy = trainer.zero == 3 and trainer.sharding != "deepspeed"
+        has_one_copy = trainer.zero == 3 and trainer.sharding in KEEPS_ONE_COPY
         second_copy = BYTES[dtype] if has_one_copy else 0
         states.append(
             ModelState(

@@ -99,6 +99,8 @@ Packing = Literal["packed", "padded"]
 ContextExchange = Literal["ring", "all-gather", "all-to-all"]
 OffloadTarget = Literal["host", "nvme"]
 Sharding = Literal["fsdp2", "fsdp", "deepspeed"]
+KEEPS_ONE_COPY: frozenset[Sharding] = frozenset(("fsdp2", "fsdp"))
+"""Ways to shard that train on 32-bit weights, and keep no second copy of them for the optimizer."""
 
 
 class SpeculativeConfig(Section, frozen=True, kw_only=True):
