@@ -42,7 +42,9 @@ LIMITS = (
     "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
     "Linear attention and sliding windows: no published step was fitted. Training of gpt-oss and Qwen3-Next is predicted 27 to 33 % "
     "too fast (rows above). The cause is unknown.",
-    "Training of LoRA adapters and optimizers on the host are not modelled. Published rows of them are left out.",
+    "Training of LoRA adapters, and optimizers in host memory or on NVMe: no published row was compared.",
+    "KV cache of replicas: 13 of the 18 rows are one report about vLLM, and ten rows were derived from other figures of a log. "
+    "Another version of an engine can be off by as much as its own row of fp8 experts, 23 %.",
     "Narrow formats without measurements are rooflines (int4 products, nvfp4), or as far from them as fp8 (int8, mxfp8). FP8 training "
     "of mixtures is a roofline too.",
     "A run file cannot describe critics or reward models of another size than the actor, or rollout engines of mixed degrees.",
