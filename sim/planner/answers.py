@@ -50,7 +50,7 @@ def stated_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a number cannot be read.
     """
-    stated = {name: parameters[name] for name in ANSWERS if parameters[name] is not None}
+    stated = {name: parameters[name] for name in ANSWERS if parameters.get(name) is not None}
     return {name: read_answer(name, value) for name, value in stated.items()}
 
 

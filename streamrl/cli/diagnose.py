@@ -31,13 +31,13 @@ from streamrl.cli.shared import (
     stdout_console,
 )
 from streamrl.logs.framework_logs import read_measured_file
-from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps, read_run_steps
+from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
 from streamrl.report.diagnosis_table import diagnosis_lines, diagnosis_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
-from streamrl.sim.calibration.disagreement import takes_turns
+from streamrl.sim.calibration.calibrate import measured_steps
 from streamrl.sim.diagnosis.diagnosis import diagnose as find_diagnosis
-from streamrl.sim.planner.answers import ANSWERS, estimate, question_of, run_of, stated_of
+from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 
 STAGES = {
     "generation": "generation",
@@ -57,7 +57,7 @@ def diagnose(
         Path | None,
         typer.Argument(
             metavar="LOG",
-            help="Log of verl, NeMo-RL, slime, OpenRLHF, prime-rl or TRL, a CSV, or a run directory. Or give --stage.",
+            help="A log or a CSV that `calibrate` reads, or a run directory. Or give --stage.",
         ),
     ] = None,
     run_file: Annotated[
@@ -99,16 +99,12 @@ def diagnose(
     Example: streamrl diagnose verl.log --run run.toml
     Example: streamrl diagnose --run run.toml --stage rollout=29 --stage train=91 --stage step=290
     """
-    given = {**locals(), **dict.fromkeys(set(ANSWERS) - set(locals()))}
-    stated = stated_of(given)
+    stated = stated_of(locals())
     check_alone(run_file, stated)
     if (log is None) == (not stage):
         raise ValueError("give either LOG or --stage NAME=SECONDS")
     run = _run_of(run_file, stated, overrides or ())
-    if stage:
-        measured = _stated_steps(stage)
-    else:
-        measured = _read(log or Path(), log_format, turns=takes_turns(run.policies))
+    measured = _stated_steps(stage) if stage else _read(log or Path(), log_format)
     with make_progress() as progress:
         task = progress.add_task("simulating", total=None, facts="")
         found = find_diagnosis(run, measured, lambda what: progress.update(task, facts=what))
@@ -131,8 +127,9 @@ def _run_of(run_file: Path | None, stated: dict[str, object], overrides: Iterabl
 def _layout_notes(run_file: Path | None) -> list[str]:
     if run_file is not None:
         return []
-    text = "the layout is the one that `streamrl init` would choose, not yours: --run RUN.toml gives yours"
-    return [text]
+    return [
+        "the layout is the one that `streamrl init` would choose, not yours: --run RUN.toml gives yours"
+    ]
 
 
 def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:
@@ -159,9 +156,8 @@ def _seconds(text: str, value: str) -> float:
     return seconds
 
 
-def _read(log: Path, log_format: str | None, *, turns: bool) -> MeasuredSteps:
+def _read(log: Path, log_format: str | None) -> MeasuredSteps:
     """Read a log, or a run directory."""
     if holds_run(log):
-        steps = read_run_steps(open_trace(log), takes_turns=turns)
-        return MeasuredSteps(source=str(log), framework="csv", steps=tuple(steps))
+        return measured_steps(open_trace(log), str(log))
     return read_measured_file(log, log_format)
