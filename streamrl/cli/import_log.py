@@ -11,6 +11,7 @@ import typer
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import (
     AsJson,
+    RolloutFields,
     claim_directory,
     holds_run,
     open_trace,
@@ -66,14 +67,7 @@ def import_log(
             help="areal, nemo-rl, openrlhf, prime-rl, roll, skyrl, slime, torchforge, trl, verl, csv or rollouts. Default: detect it.",
         ),
     ] = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            metavar="NAME=COLUMN",
-            help="Column of the rollouts that holds output_tokens, prompt_id or prompt_tokens. Repeat for more.",
-        ),
-    ] = None,
+    fields: RolloutFields = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set, such as train.")] = None,
     shape: Annotated[
         str,

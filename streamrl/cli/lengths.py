@@ -12,6 +12,7 @@ import typer
 
 from streamrl.cli.shared import (
     AsJson,
+    RolloutFields,
     holds_run,
     print_json,
     trace_file,
@@ -69,14 +70,7 @@ def lengths(
             help="Cut outputs off here. Default: rollout.max_tokens of a run file, else the longest output.",
         ),
     ] = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            metavar="NAME=COLUMN",
-            help="Column of the rollouts that holds output_tokens, prompt_id or prompt_tokens. Repeat for more.",
-        ),
-    ] = None,
+    fields: RolloutFields = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the statistics and a histogram of output lengths.

@@ -30,6 +30,14 @@ Overrides = Annotated[
         help="Replace a key of the run file, such as rollout.replicas=8. Repeat for more keys.",
     ),
 ]
+RolloutFields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="NAME=COLUMN",
+        help="Column of the rollouts that holds output_tokens, prompt_id or prompt_tokens. Repeat for more.",
+    ),
+]
 AsJson = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel=OUTPUT),

@@ -125,16 +125,19 @@ def draft_bytes(replica: ReplicaHardware) -> tuple[float, float]:
     experts = rollout.expert_parallel if draft.experts is not None else 1
     weights = shard_weight_bytes(draft, own.weights, own.wide, degree, experts)
     if rollout.drafts.model is None:
-        num_tables = 1 if draft.has_tied_embeddings else 2
-        weights -= num_tables * draft.num_embedding_parameters / degree * BYTES[own.wide]
+        weights -= _table_parameters(draft) / degree * BYTES[own.wide]
     return weights, draft.shard_kv_bytes_per_token(own.cache, degree)
 
 
 def draft_parameters(model: ModelShape) -> int:
     """Return the parameters of a model's own draft layer, without the tables that it shares with the model."""
     draft = draft_of(model, SpeculativeConfig())
-    num_tables = 1 if draft.has_tied_embeddings else 2
-    return draft.num_parameters - num_tables * draft.num_embedding_parameters
+    return draft.num_parameters - _table_parameters(draft)
+
+
+def _table_parameters(draft: ModelShape) -> int:
+    """Return the parameters of embedding and head, which a draft layer shares with its model."""
+    return (1 if draft.has_tied_embeddings else 2) * draft.num_embedding_parameters
 
 
 class StageBytes(NamedTuple):

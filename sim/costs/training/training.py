@@ -66,10 +66,8 @@ class Switches:
         for the step. If the optimizer is on NVMe, its step takes `swap_time`.
         """
         weights, gradients, optimizer = state.weights, state.gradients, state.optimizer
-        step_time = 2 * optimizer / host_link
-        if not is_alone:
-            step_time = (gradients + 2 * optimizer + weights) / host_link
-        step_time = step_time if swap_time is None else swap_time
+        moved = 2 * optimizer if is_alone else gradients + 2 * optimizer + weights
+        step_time = moved / host_link if swap_time is None else swap_time
         if is_alone:
             return cls(step_time=step_time)
         return cls(
