@@ -22,8 +22,12 @@ FAULTS = "".join(
     f'[[faults]]\nkind = "{kind}"\nstep = {step}\n'
     for step, kind in ((2, "replica-dies"), (3, "trainer-dies-pushing"), (4, "link-drops"))
 )
-EASY = {"prompt": "1+1=", "answer": ""}
-"""Nothing but the end is right, so that every few completions are and weights change from step to step."""
+PROMPT = {"prompt": "1+1=", "answer": ""}
+SCORER = """
+def starts_low(completion, record):
+    return float(completion[:1] in "01234")
+"""
+"""A third of a random model's completions, so that every step has groups to learn from."""
 
 
 BATCH = ("rollout.replicas=1", "algorithm.prompts_per_step=8", "algorithm.group_size=8")
@@ -33,8 +37,10 @@ OPTIONS = [part for setting in BATCH for part in ("--set", setting)]
 def execute(directory: Path, backend: str, *settings: str, faults: str = "") -> Trace:
     """Execute a run on an engine, and look at its books."""
     save_tiny_model(directory / "model", SYMBOLS)
-    (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
-    (directory / "run.toml").write_text(RUN_FILE + faults)
+    (directory / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
+    (directory / "scorer.py").write_text(SCORER)
+    scored = RUN_FILE.replace('scorer = "exact"', 'scorer = "python:scorer.py:starts_low"')
+    (directory / "run.toml").write_text(scored + faults)
     own = (f"rollout.backend={backend}", *BATCH, *settings)
     options = [part for setting in own for part in ("--set", setting)]
     done = streamrl("execute", directory / "run.toml", "--json", *options)
