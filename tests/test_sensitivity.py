@@ -97,18 +97,20 @@ def test_a_small_effect_in_the_wrong_direction_is_none_and_a_large_one_is_simula
         assert pool.left == 0 and (ours == better) == (ratios == better)
 
 
-def test_a_small_effect_within_its_interval_is_none_where_steps_stream_ahead() -> None:
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_a_small_effect_of_lengths_is_simulated_for_longer_where_steps_stream_ahead(
+    is_sure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     search, chosen, _ = judged("stream-async")
-    before = search.speeds[chosen]
-    jitter = [1.1, 0.9] * 12
-    speed = replace(before, step_times=[100.0] * 24, counted_steps=(4, 24))
-    noisy = replace(speed, step_times=[100.0 * each for each in jitter])
-    assert sensitivity._may_be_chance(speed, noisy, 1.02)
-    assert not sensitivity._may_be_chance(speed, noisy, 1.04)
-    assert not sensitivity._may_be_chance(speed, speed, 1.02)
-    short = replace(speed, counted_steps=(4, 6))
-    assert sensitivity._may_be_chance(short, short, 0.995)
-    assert not sensitivity._may_be_chance(short, short, 0.98)
+    look = sensitivity._look(shift_of(search, "lengths +20%"), search, chosen)
+    small, large = (SAME._replace(value=value, seconds=1.2) for value in (1.02, 1.04))
+    monkeypatch.setattr(sensitivity, "is_beyond_chance", lambda *_: is_sure)
+    pool = Some(2)
+    ((ours, _),) = sensitivity._checked([look], [(small, None)], search, pool, lambda: None)
+    assert ours is not None and pool.left == 0
+    assert (ours.value != 1.0) is is_sure and ours.seconds > 1.1
+    ((kept, _),) = sensitivity._checked([look], [(large, None)], search, Some(0), lambda: None)
+    assert kept == large
 
 
 def test_what_ifs_of_a_plan_that_streams_ahead_leave_out_the_first_of_many_steps() -> None:
@@ -134,9 +136,9 @@ def test_longer_outputs_take_longer_even_if_a_token_costs_the_same() -> None:
     search, _, found = judged("stream-async")
     shift = shift_of(search, "lengths +20%")
     longer = SAME._replace(value=1.001, seconds=1.2, dollars=1.21)
-    assert sensitivity._level(shift, longer) == longer._replace(value=1.0)
+    assert sensitivity._without_effect_of(shift, longer) == longer._replace(value=1.0)
     training = shift_of(search, "speed of training (MFU) +20%")
-    assert sensitivity._level(training, longer) == SAME
+    assert sensitivity._without_effect_of(training, longer) == SAME
     (lengths,) = (each for each in found.verdicts if each.what == "lengths +20%")
     assert lengths.seconds > 1.1 and lengths.dollars > 1.1
 

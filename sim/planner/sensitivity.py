@@ -64,9 +64,9 @@ IN_TURNS, OVERLAPPING = 4, 6
 all but the first count, because each step starts with idle replicas. In the second, `START` steps
 are left out.
 """
-UNSURE, FAINT = 0.03, 0.01
-"""Largest effects that count as none where steps stream ahead: of simulations whose interval
-includes 1, and of those that are too short for an interval.
+UNSURE = 0.03
+"""Largest effect of other lengths on a cost per token that is simulated for longer where steps stream ahead, because its
+direction is not known before.
 """
 STREAMING = 2 * FINAL_STEPS
 """Steps to simulate of plans that stream ahead. The first quarter does not count, because these steps
@@ -443,8 +443,6 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
     if look.chosen is not None and (place, look.chosen) in speeds:
         after = speeds[place, look.chosen]
         ours = _ratios(look, search, before, after, look.chosen)
-        if _streams_ahead(look, search) and _may_be_chance(before, after, ours.value):
-            ours = _level(look.shift, ours)
     elif look.chosen is not None and not _matters(look, search):
         ours = _ratios(look, search, before, before, look.chosen)
     if look.other is None:
@@ -454,17 +452,6 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
     if speed is None and _is_known(look, search, look.other):
         speed = search.speeds[look.other]
     return ours, None if speed is None else _ratios(look, search, before, speed, other)
-
-
-def _level(shift: Shift, ratios: _Paired) -> _Paired:
-    """Return ratios without an effect on the objective. Other lengths still change the time and dollars of a step."""
-    return ratios._replace(value=1.0) if shift.kind == "lengths" else SAME
-
-
-def _may_be_chance(before: Speed, after: Speed, ratio: float) -> bool:
-    """Return whether an effect is small and not beyond chance."""
-    is_sure = is_beyond_chance(after, before, ratio)
-    return abs(ratio - 1) < (FAINT if is_sure is None else UNSURE) and is_sure is not True
 
 
 def _ratios(
@@ -580,22 +567,44 @@ def _checked(
     pool: Executor,
     watch: Callable[[], None],
 ) -> list[_Pair]:
-    """Replace effects in the wrong direction that may be chance by none.
+    """Replace effects that may be chance by none: those in the wrong direction, and small ones without a known direction.
 
-    Large ones are simulated for longer.
+    Small ones in the wrong direction are chance; the others are simulated for longer.
     """
     odd = {
         place: ours
         for place, (look, (ours, _)) in enumerate(zip(looks, pairs, strict=True))
-        if ours is not None and _is_contrary(look.shift, search, ours.value)
+        if ours is not None and _is_doubtful(look, search, ours.value)
     }
-    large = [place for place, ours in odd.items() if abs(ours.value - 1) >= CHANCE]
-    longer = _simulate_longer([looks[place] for place in large], search, pool, watch)
-    known = dict(zip(large, longer, strict=True))
-    return [
-        (known.get(place, SAME) if place in odd else ours, theirs)
-        for place, (ours, theirs) in enumerate(pairs)
+    longer = [
+        place
+        for place, ours in odd.items()
+        if abs(ours.value - 1) >= CHANCE or not _is_contrary(looks[place].shift, search, ours.value)
     ]
+    found = _simulate_longer([looks[place] for place in longer], search, pool, watch)
+    known = dict(zip(longer, found, strict=True))
+    return [
+        (known.get(place) or _without_effect_of(look.shift, ours), theirs)
+        if place in odd
+        else (ours, theirs)
+        for place, (look, (ours, theirs)) in enumerate(zip(looks, pairs, strict=True))
+    ]
+
+
+def _without_effect_of(shift: Shift, ratios: _Paired | None) -> _Paired:
+    """Return ratios without an effect on the objective. Other lengths still change the time and dollars of a step."""
+    return SAME if ratios is None or shift.kind != "lengths" else ratios._replace(value=1.0)
+
+
+def _is_doubtful(look: _Look, search: Search, ratio: float) -> bool:
+    """Return whether an effect is in the wrong direction, or small where no direction is known."""
+    if look.shift.kind == "lengths" and _is_per_token(search):
+        return _streams_ahead(look, search) and abs(ratio - 1) < UNSURE
+    return _is_contrary(look.shift, search, ratio)
+
+
+def _is_per_token(search: Search) -> bool:
+    return search.space.run.plan.objective == "cost-per-million-tokens"
 
 
 def _is_contrary(shift: Shift, search: Search, ratio: float) -> bool:
@@ -607,7 +616,7 @@ def _is_contrary(shift: Shift, search: Search, ratio: float) -> bool:
         return False
     rises = (ratio - 1) * (shift.factor - 1) > 0
     if shift.kind == "lengths":
-        return search.space.run.plan.objective != "cost-per-million-tokens" and not rises
+        return not rises and not _is_per_token(search)
     return rises
 
 
@@ -630,7 +639,7 @@ def _simulate_longer(
         if isinstance(before, Speed) and isinstance(after, Speed):
             ratios = _ratios(look, search, before, after, look.chosen or own)
             if not is_beyond_chance(after, before, ratios.value):
-                ratios = SAME
+                ratios = _without_effect_of(look.shift, ratios)
         found.append(ratios)
     return found
 
