@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.json import encode
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -18,12 +20,12 @@ from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.report.page.details import of_plan
 from streamrl.report.page.page import make_page, read_report, render_markdown
-from streamrl.report.plan_report import head_lines, plan_report
+from streamrl.report.plan_report import decision_text, head_lines, plan_report
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.formatting import format_dollars, format_step_time
 from streamrl.sim.planner.bottleneck import find_binding
 from streamrl.sim.planner.layouts import TIGHT
-from streamrl.sim.planner.plan import Plan, read_plan, write_plan
+from streamrl.sim.planner.plan import Plan, PlannedSide, read_plan, write_plan
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.sensitivity import PROPORTIONAL, UNUSED, is_ahead
 from streamrl.sim.planner.shifts import shifts
@@ -94,6 +96,33 @@ def test_a_part_of_a_node_that_is_rented_is_no_idle_node(tmp_path: Path) -> None
     assert run.plan.rollout_gpus == [4] and run.plan.trainer_gpus == [4]
     bad = [each.name for each in diagnose(run) if each.level != "ok"]
     assert not [name for name in bad if name.startswith("pool-")]
+
+
+# GPUs ---------------------------------------------------------------------------------------------
+
+
+def test_terminal_page_and_json_count_all_gpus_of_a_plan_with_two_kinds_of_replicas(
+    directory: Path, tmp_path: Path
+) -> None:
+    plan = read_plan(directory / "plan.json")
+    degrees = {"replicas": 3, "tensor_parallel": 2}
+    near = PlannedSide(pool="h20", gpu="h20", num_gpus=6, degrees=degrees)
+    far = PlannedSide(pool="h800", gpu="h800", num_gpus=2, degrees=degrees, beside=near)
+    own = PlannedSide(pool="h800", gpu="h800", num_gpus=4, degrees={"data_parallel": 4, "zero": 3})
+    settings = {**plan.allocation.settings, "policies.system": "one-step-async"}
+    chosen = replace(plan.allocation, rollout=far, trainer=own, settings=settings, gpus_by_pool={})
+    assert json.loads(encode(chosen))["gpus_by_pool"] == {"h800": 6, "h20": 6}
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    write_plan(replace(plan, allocation=chosen), tmp_path)
+    plan = read_plan(tmp_path / "plan.json")
+    page = make_page(read_report([tmp_path]))
+    duties = "2 H800 and 6 H20 to generate, and 4 H800 to train, one-step-async"
+    assert decision_text(plan).startswith(f"Rent 6 H800 and 6 H20: {duties}")
+    assert page.title.replace(NBSP, " ").startswith("Rent 6 H800 and 6 H20 for ")
+    assert page.answer.replace(NBSP, " ").startswith(duties)
+    text = render_markdown(page)
+    assert "rollout-2" not in text
+    assert "2 H800 (3 x TP2) and 6 H20 (3 x TP2) generate, 4 H800 (DP4 TP1 ZeRO 3) train" in text
 
 
 # Room and what binds ------------------------------------------------------------------------------

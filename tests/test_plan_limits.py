@@ -157,8 +157,8 @@ def test_what_is_owned_is_used_where_renting_it_would_not_pay() -> None:
         assert found.whole_run is not None
         assert ("h20" in found.whole_run.pools) == owned
         told = decision_text(found)
-        assert told.startswith("Rent ") != owned
-        assert ("own" in told) == owned
+        assert told.startswith("Rent ")
+        assert ("use your own 16 H20: " in told) == owned
 
 
 def test_a_plan_under_a_deadline_says_that_it_is_the_cheapest_that_meets_it() -> None:

@@ -364,8 +364,8 @@ def test_what_a_run_rents_names_every_side() -> None:
         "2 H800 in near to compute rewards"
     )
     assert plain(sides_text(team, "stream-sync")) == (
-        "1 H20 in far generate (1 replica), 1 H800 in near train (one GPU), 2 H800 in near train second "
-        "(TP2), 2 H800 in near compute rewards, stream-sync"
+        "1 H20 in far (1 x TP1) generate, 1 H800 in near train, 2 H800 in near (TP2) train second, "
+        "2 H800 in near compute rewards; stream-sync"
     )
 
 

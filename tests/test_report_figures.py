@@ -220,7 +220,7 @@ def test_a_change_without_effect_is_told_beside_the_bar_of_the_other() -> None:
 
 
 def test_no_note_of_a_bar_is_cut() -> None:
-    note = "12 H100 to generate, 4 H100 to train and 8 H20 to generate as rollout-2"
+    note = "12 H100 in far and 8 H20 in near to generate, and 4 H100 in far to train"
     bars = [Bar("5 · fastest", note, 1.0, 0.8, 1.2, False), Bar("1 · best", "8 H20", 1, 1, 1, True)]
     drawing = bars_picture("b", "dollars", bars, "${:.2f}".format, "Less").drawing
     texts = [shape for shape in drawing.shapes if isinstance(shape, Text)]

@@ -26,7 +26,7 @@ from streamrl.report.page.explorer import estimate_note
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.page.parts import Page
-from streamrl.report.page.rental import gpus_by_pool, link_lines, rental_table
+from streamrl.report.page.rental import link_lines, rental_table
 from streamrl.report.page.sources import read_sources
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
@@ -252,7 +252,7 @@ def test_a_plan_says_where_to_rent_what_at_whose_price(tmp_path: Path) -> None:
     assert page.rental is not None
     (table,) = page.rental.tables
     (made,) = read_report([directory]).sources.plans
-    used = gpus_by_pool(made.plan.allocation)
+    used = made.plan.allocation.gpus_by_pool
     rows = {row[0].text: row for row in table.rows}
     assert list(rows) == sorted(used)
     for pool, count in used.items():
@@ -406,14 +406,14 @@ def test_a_plan_on_a_part_of_a_node_says_so_once_unless_a_unit_was_chosen(tmp_pa
 
 def test_a_link_between_the_pools_of_a_plan_has_its_speed_and_its_source(tmp_path: Path) -> None:
     (made,) = read_report([write_planned(tmp_path / "plan")]).sources.plans
-    apart = next(each.choice for each in made.plan.options if len(gpus_by_pool(each.choice)) == 2)
+    apart = next(each.choice for each in made.plan.options if len(each.choice.gpus_by_pool) == 2)
     offer = few()
     made = replace_fields(made, run=offer, plan=replace(made.plan, allocation=apart))
     (line,) = link_lines(made)
     (link,) = offer.cluster.links
     assert line.startswith(f"Link between {' and '.join(link.between)}: ")
     assert f"{link.bandwidth * 8 / 1e9:g} Gbit/s each way" in line and "(run file)" in line
-    used = gpus_by_pool(apart)
+    used = apart.gpus_by_pool
     table = rental_table(made)
     assert [row[0].text for row in table.rows] == sorted(used)
 

@@ -12,7 +12,7 @@ from streamrl import __version__
 from streamrl.record.band import Band, ModelError, ends_of
 from streamrl.record.uncertainty import Uncertainty
 from streamrl.record.whole_run import WholeRun
-from streamrl.runfile.formatting import format_step_time, long_dollars, long_time
+from streamrl.runfile.formatting import format_step_time, listing, long_dollars, long_time
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.policies_config import SystemName
@@ -74,6 +74,11 @@ class PlannedSide(msgspec.Struct, frozen=True, kw_only=True):
     beside: PlannedSide | None = None
     """Replicas of another kind that also generate."""
 
+    @property
+    def kinds(self) -> list[PlannedSide]:
+        """Return this side and those beside it, one for each kind of replicas."""
+        return [self, *(self.beside.kinds if self.beside is not None else [])]
+
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One plan and its simulated figures."""
@@ -84,6 +89,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs that compute rewards, if there are any."""
     settings: dict[str, str | int | float | bool]
     """All keys of the run file that the plan sets, as for `--set`."""
+    gpus_by_pool: dict[str, int] = {}
+    """GPUs that the plan uses, by pool: those of all sides. Colocated sides share theirs."""
     dollars_per_hour: float
     """Of all GPUs."""
     verifier_dollars_per_hour: float = 0.0
@@ -124,10 +131,40 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     estimate: float
     """Seconds of a step from closed forms, before any simulation."""
 
+    def __post_init__(self) -> None:
+        if not self.gpus_by_pool:
+            totals = {pool: sum(tasks.values()) for pool, tasks in self.tasks_by_pool.items()}
+            msgspec.structs.force_setattr(self, "gpus_by_pool", totals)
+
     @property
     def text(self) -> str:
         """Return the plan in one line."""
         return plan_text(self.rollout, self.trainer, self.settings, self.verifier)
+
+    @property
+    def sides(self) -> list[PlannedSide]:
+        """Return the sides: each kind of replicas, the trainer, and the GPUs that compute rewards."""
+        return [*self.rollout.kinds, self.trainer, *([self.verifier] if self.verifier else [])]
+
+    @property
+    def gpus(self) -> dict[str, str]:
+        """Return the GPU of each pool that the plan uses."""
+        return {side.pool: side.gpu for side in self.sides}
+
+    @property
+    def tasks_by_pool(self) -> dict[str, dict[str, int]]:
+        """Return the GPUs of each pool by their task."""
+        tasks = [("generate", kind) for kind in self.rollout.kinds] + [("train", self.trainer)]
+        if self.settings["policies.system"] == "colocated":
+            shared = max(self.rollout, self.trainer, key=lambda side: side.num_gpus)
+            tasks = [("generate and train in turn", shared)]
+        if self.verifier is not None:
+            tasks.append(("compute rewards", self.verifier))
+        found: dict[str, dict[str, int]] = {}
+        for task, side in tasks:
+            of_pool = found.setdefault(side.pool, {})
+            of_pool[task] = of_pool.get(task, 0) + side.num_gpus
+        return found
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
@@ -456,6 +493,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Most steps by which the search compares plans. A finalist has as many as its interval needs.
     """
 
+    @property
+    def owned_pools(self) -> list[str]:
+        """Return the pools that the plan uses and whose GPUs are the user's own."""
+        paid = {} if self.whole_run is None else self.whole_run.pools
+        used = self.allocation.gpus_by_pool
+        return [pool for pool in used if pool in paid and paid[pool].is_owned]
+
+    @property
+    def rents_none(self) -> bool:
+        """Return whether the plan uses only GPUs that the user owns."""
+        return len(self.owned_pools) == len(self.allocation.gpus_by_pool)
+
     def __repr__(self) -> str:
         figures = [*(_whole_texts(self.whole_run)), f"step {_step_text(self.allocation)}"]
         return f"<Plan: {self.allocation.text}; {', '.join(figures)}>"
@@ -595,7 +644,7 @@ def plan_text(
     """Return a plan in one line: the GPUs that generate, train and compute rewards, and the mode."""
     gpus = f"{side_text(rollout)} generate, {side_text(trainer)} train"
     if settings["policies.system"] == "colocated":
-        gpus = f"{side_text(rollout)} generate and train{_in_brackets(trainer)}"
+        gpus = f"{side_text(rollout)} generate and train{in_brackets(trainer)}"
     if verifier is not None:
         gpus += f", {side_text(verifier)} compute rewards"
     mode = [str(settings["policies.system"])]
@@ -610,12 +659,11 @@ def plan_text(
 
 def side_text(side: PlannedSide) -> str:
     """Return the GPUs of a side and its degrees: "8 h800 (DP4 TP2)"."""
-    others = "" if side.beside is None else f" and {side_text(side.beside)}"
-    return f"{side.num_gpus} {side.pool}{_in_brackets(side)}{others}"
+    return listing([f"{kind.num_gpus} {kind.pool}{in_brackets(kind)}" for kind in side.kinds])
 
 
-def _in_brackets(side: PlannedSide) -> str:
-    """Return the degrees of a side in brackets; "" for a trainer on one GPU that has none."""
+def in_brackets(side: PlannedSide) -> str:
+    """Return the degrees of a side in brackets: " (2 x TP4)"; "" for a trainer on one GPU that has none."""
     degrees = _degrees_text(side)
     return f" ({degrees})" if degrees else ""
 
@@ -633,4 +681,6 @@ def _degrees_text(side: PlannedSide) -> str:
         parts.append(f"ZeRO {zero}")
     if side.degrees.get("offload"):
         parts.append("offload")
+    if side.degrees.get("offload_to_nvme"):
+        parts.append("to NVMe")
     return " ".join(parts)

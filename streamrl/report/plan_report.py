@@ -19,7 +19,7 @@ from streamrl.record.band import ends_of
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.next_steps import differing
 from streamrl.report.run_tables import basis_of, dollars_text, fact_lines, headline, time_text
-from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, PlannedSides, rent_text
+from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, gpu_word, rent_text, sides_of_plan
 from streamrl.runfile.formatting import (
     OptionalInterval,
     band_text,
@@ -142,26 +142,33 @@ def _listed(lines: Iterable[str]) -> Table:
 
 
 def decision_text(plan: Plan) -> str:
-    """Return what to rent, and how generation and training take turns."""
-    chosen = plan.allocation
-    system = str(chosen.settings["policies.system"])
-    others = {} if chosen.verifier is None else {"compute rewards": chosen.verifier}
-    rent = rent_text(PlannedSides(chosen.rollout, chosen.trainer, others), system)
-    turns = system if system == "colocated" else f"{system}: {SYSTEMS[system]}"
-    owned, rented = _owned_and_rented(plan)
-    verb = "Rent" if not owned else "Use" if rented else "Use your own"
-    told = f" You own {listing(owned)} and rent {listing(rented)}." if owned and rented else ""
-    return f"{verb} {rent} ({turns}).{told}".replace(NBSP, " ")
+    """Return what to rent, which GPUs do what, and how generation and training take turns."""
+    return f"{rented_text(plan)}: {duties_text(plan.allocation)}.".replace(NBSP, " ")
 
 
-def _owned_and_rented(plan: Plan) -> tuple[list[str], list[str]]:
-    """Return the owned and the rented pools that a plan uses."""
+def rented_text(plan: Plan) -> str:
+    """Return what to rent, and what to use of one's own: "Rent 8 H20 and use your own 4 H100"."""
+    used = plan.allocation.gpus_by_pool
+    rented = _counts_text(plan, [pool for pool in used if pool not in plan.owned_pools])
+    owned = _counts_text(plan, plan.owned_pools)
+    text = listing(
+        [*([f"rent {rented}"] if rented else []), *([f"use your own {owned}"] if owned else [])]
+    )
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _counts_text(plan: Plan, pools: Iterable[str]) -> str:
     chosen = plan.allocation
-    sides = [chosen.rollout, chosen.rollout.beside, chosen.trainer, chosen.verifier]
-    used = dict.fromkeys(side.pool for side in sides if side is not None)
-    paid = plan.whole_run.pools if plan.whole_run is not None else {}
-    owned = [pool for pool in used if pool in paid and paid[pool].is_owned]
-    return owned, [pool for pool in used if pool not in owned]
+    return listing(
+        [f"{chosen.gpus_by_pool[pool]}{NBSP}{gpu_word(chosen.gpus[pool])}" for pool in pools]
+    )
+
+
+def duties_text(choice: Choice) -> str:
+    """Return which GPUs of a plan do what, and how generation and training take turns."""
+    system = str(choice.settings["policies.system"])
+    turns = "" if system == "colocated" else f" ({SYSTEMS.get(system, 'a system of your own')})"
+    return f"{rent_text(sides_of_plan(choice), system)}, {system}{turns}"
 
 
 def terms_text(texts: Iterable[str]) -> str:

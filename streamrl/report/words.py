@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from streamrl.record.band import Band, ends_of
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.formatting import format_dollars, format_step_time, listing
-from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.roles_config import (
     RolloutConfig,
     SecondaryTrainerConfig,
@@ -17,7 +18,7 @@ from streamrl.runfile.roles_config import (
     VerifierConfig,
 )
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
-from streamrl.sim.planner.plan import SHORT, PlannedSide
+from streamrl.sim.planner.plan import SHORT, Choice, PlannedSide, in_brackets
 
 NBSP = "\N{NO-BREAK SPACE}"
 CAUSES = {
@@ -197,12 +198,19 @@ def planned_sides_of(
     verifier: VerifierConfig,
 ) -> PlannedSides:
     """Return all sides of a run file: a plan has the first two."""
-    first, *more = (_rollout_side(pools, own) for own in rollout.kinds)
-    others = {f"generate as {kind_name(kind)}": own for kind, own in enumerate(more, start=1)}
-    others |= {f"train {each.name}": _trainer_side(pools, each) for each in followers}
+    others = {f"train {each.name}": _trainer_side(pools, each) for each in followers}
     if verifier.pool is not None and verifier.num_gpus:
         others["compute rewards"] = _side(pools, verifier.pool, verifier.num_gpus, {})
-    return PlannedSides(first, _trainer_side(pools, trainer), others)
+    generating, *more = (_rollout_side(pools, kind) for kind in reversed(rollout.kinds))
+    for kind in more:
+        generating = replace(kind, beside=generating)
+    return PlannedSides(generating, _trainer_side(pools, trainer), others)
+
+
+def sides_of_plan(choice: Choice) -> PlannedSides:
+    """Return all sides of a plan."""
+    others = {} if choice.verifier is None else {"compute rewards": choice.verifier}
+    return PlannedSides(choice.rollout, choice.trainer, others)
 
 
 def _rollout_side(pools: dict[str, PoolConfig], rollout: RolloutConfig) -> PlannedSide:
@@ -215,7 +223,7 @@ def _rollout_side(pools: dict[str, PoolConfig], rollout: RolloutConfig) -> Plann
 
 
 def _trainer_side(pools: dict[str, PoolConfig], trainer: TrainerConfig) -> PlannedSide:
-    keys = (*SHORT, "micro_batch", "offload")
+    keys = (*SHORT, "zero", "micro_batch", "offload")
     degrees = {key: int(own) for key in keys if (own := getattr(trainer, key)) is not None}
     if trainer.steps_on_nvme:
         degrees["offload_to_nvme"] = 1
@@ -229,7 +237,11 @@ def _side(
 
 
 def gpus_text(side: PlannedSide) -> str:
-    """Return the GPUs of a side: "8 H20", with the pool if its name adds information."""
+    """Return the GPUs of a side: "8 H20", with the pool if its name adds information; of all kinds of replicas."""
+    return listing([_own_gpus_text(kind) for kind in side.kinds])
+
+
+def _own_gpus_text(side: PlannedSide) -> str:
     place = "" if side.pool in (side.gpu, "local") else f" in {side.pool}"
     word = gpu_word(side.gpu)
     return f"{side.num_gpus}{NBSP}{word.removesuffix('s') if side.num_gpus == 1 else word}{place}"
@@ -254,20 +266,6 @@ def with_pool_words(text: str, words: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda match: words[match[0]], text)
 
 
-def split_text(side: PlannedSide) -> str:
-    """Return how a side splits the model: "4 replicas of TP2", "DP4 TP4"."""
-    parts = [
-        f"{name}{side.degrees[key]}" for key, name in SHORT.items() if side.degrees.get(key, 1) > 1
-    ]
-    split = " ".join(parts)
-    if (replicas := side.degrees.get("replicas")) is not None:
-        word = "replica" if replicas == 1 else "replicas"
-        return f"{replicas}{NBSP}{word}" + (f" of {split}" if split else "")
-    offload = " with offload" if side.degrees.get("offload") else ""
-    offload += " to NVMe" if side.degrees.get("offload_to_nvme") else ""
-    return (split or "one GPU") + offload
-
-
 def share_text(follower: SecondaryTrainerConfig) -> str:
     """Return which complete groups a trainer takes: "one in 2 with staleness at most 2"."""
     limits = [f"of {listing(list(follower.families))}"] if follower.families else []
@@ -282,22 +280,25 @@ def share_text(follower: SecondaryTrainerConfig) -> str:
 def rent_text(team: PlannedSides, system: str) -> str:
     """Return the rented GPUs for a sentence: "8 H20 to generate and 8 H800 to train"."""
     rollout, trainer, others = team
-    rest = [f"{gpus_text(side)} to {what}" for what, side in others.items()]
+    parts = [f"{gpus_text(rollout)} to generate", f"{gpus_text(trainer)} to train"]
     if system == "colocated":
         most = max(rollout, trainer, key=lambda side: side.num_gpus)
-        return listing([f"{gpus_text(most)} to generate and train in turn", *rest])
-    return listing([f"{gpus_text(rollout)} to generate", f"{gpus_text(trainer)} to train", *rest])
+        parts = [f"{gpus_text(most)} to generate and train in turn"]
+    *first, last = [*parts, *(f"{gpus_text(side)} to {what}" for what, side in others.items())]
+    comma = "," if any(" and " in part for part in first) else ""
+    return f"{', '.join(first)}{comma} and {last}" if first else last
 
 
 def sides_text(team: PlannedSides, system: str) -> str:
     """Return all sides and the mode for a table."""
     rollout, trainer, others = team
-    between = " and" if system == "colocated" else f", {gpus_text(trainer)}"
-    parts = [
-        f"{gpus_text(rollout)} generate ({split_text(rollout)}){between} train ({split_text(trainer)})"
-    ]
-    parts += [
-        f"{gpus_text(side)} {what}" + (f" ({split_text(side)})" if side.degrees else "")
-        for what, side in others.items()
-    ]
-    return ", ".join([*parts, system])
+    parts = [f"{_layout_text(rollout)} generate", f"{_layout_text(trainer)} train"]
+    if system == "colocated":
+        parts = [f"{_layout_text(rollout)} generate and train{in_brackets(trainer)}"]
+    parts += [f"{_layout_text(side)} {what}" for what, side in others.items()]
+    return f"{', '.join(parts)}; {system}"
+
+
+def _layout_text(side: PlannedSide) -> str:
+    """Return the GPUs of a side with their degrees: "8 H20 in far (4 x TP2)"."""
+    return listing([f"{_own_gpus_text(kind)}{in_brackets(kind)}" for kind in side.kinds])

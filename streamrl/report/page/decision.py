@@ -19,25 +19,23 @@ from streamrl.report.page.options import Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
 from streamrl.report.page.rental import (
     command_words,
-    gpu_names,
-    gpus_by_pool,
     link_lines,
-    owned_pools,
     places_of,
     prices_from,
     rental_table,
     rental_title,
-    rents_none,
 )
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.pictures.cost_time import PlanPoint, cost_time_picture
 from streamrl.report.plan_report import (
+    duties_text,
     in_plain_words,
     limits_in_words,
     not_offered_text,
     partial_node_text,
+    rented_text,
 )
-from streamrl.report.words import NBSP, SYSTEMS, gpu_word, money, percent, time_in_words
+from streamrl.report.words import gpu_word, money, percent, time_in_words
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.units import SECONDS_PER_DAY, SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import PLAN_TOML, Choice, Plan, PlanOption
@@ -46,33 +44,14 @@ from streamrl.targets.verdicts import Verdict
 
 def title_of(made: PlanMade) -> str:
     """Return what to rent, and for how long: "Rent 8 H20 for 2.1 days to post-train Qwen3-8B"."""
-    whole, plan = made.plan.whole_run, made.plan
-    rented = _gpus_text(gpus_by_pool(plan.allocation), made, is_owned=False)
-    owned = _gpus_text(gpus_by_pool(plan.allocation), made, is_owned=True)
-    parts = [f"rent {rented}"] if rented else []
-    parts += [f"use your own {owned}"] if owned else []
-    what = listing(parts)
+    whole = made.plan.whole_run
     time = f" for {time_in_words(whole.wall_time)}" if whole is not None else ""
-    return f"{what[0].upper()}{what[1:]}{time} to post-train {made.model.name}"
+    return f"{rented_text(made.plan)}{time} to post-train {made.model.name}"
 
 
-def _gpus_text(gpus: Mapping[str, int], made: PlanMade, *, is_owned: bool) -> str:
-    """Return the GPUs of rented or of owned pools. A taken option's run file lacks pools that it does not rent."""
-    names, owned = gpu_names(made.plan.allocation), owned_pools(made)
-    return listing(
-        [
-            f"{count}{NBSP}{gpu_word(names[name])}"
-            for name, count in gpus.items()
-            if (name in owned) == is_owned
-        ]
-    )
-
-
-def lead_of(made: PlanMade, option: Option) -> str:
+def lead_of(made: PlanMade) -> str:
     """Return who does what, and why this plan: two sentences."""
     plan = made.plan
-    system = str(plan.allocation.settings["policies.system"])
-    told = f" ({SYSTEMS[system]})" if system in SYSTEMS else ""
     faster, _, _ = plan.why.partition(" as fast as ")
     why = faster if faster == plan.why else f"{faster} as fast"
     chosen = f" This is {why}." if why else ""
@@ -81,7 +60,7 @@ def lead_of(made: PlanMade, option: Option) -> str:
     at_worst = in_plain_words(plan.at_worst)
     chosen += f" {at_worst[0].upper()}{at_worst[1:]}." if at_worst else ""
     chosen += f" {_who_runs(plan)}" if plan.carried_by else ""
-    return f"{option.rent[0].upper()}{option.rent[1:]}, {system}{told}.{chosen}"
+    return f"{duties_text(plan.allocation)}.{chosen}"
 
 
 def _who_runs(plan: Plan) -> str:
@@ -178,7 +157,7 @@ def _caveats(made: PlanMade, option: Option) -> Iterator[Tile]:
     if option.band.tiers is None:
         return
     share = option.band.unmeasured
-    begin = "start" if rents_none(made) else "rent"
+    begin = "start" if made.plan.rents_none else "rent"
     note = f"so this is a guess: measure before you {begin}" if share > MOST_UNMEASURED else ""
     label = "of the seconds rest on datasheets"
     yield Tile(percent(share), label, note, is_warning=share > MOST_UNMEASURED)
@@ -240,7 +219,7 @@ def _measuring(made: PlanMade, option: Option) -> Iterator[NextStep]:
     """Yield the command that measures each GPU of a plan whose seconds are mostly from datasheets."""
     if option.band.tiers is None or option.band.unmeasured <= MOST_UNMEASURED:
         return
-    for gpu in dict.fromkeys(gpu_names(made.plan.allocation).values()):
+    for gpu in dict.fromkeys(made.plan.allocation.gpus.values()):
         words = "" if gpu == "cpu" else f" --gpu {gpu} --backend vllm"
         where = "this machine" if gpu == "cpu" else f"one node of {gpu_word(gpu)}"
         yield NextStep(

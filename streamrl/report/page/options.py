@@ -19,11 +19,10 @@ from streamrl.record.uncertainty import GUESS, unmeasured_warning
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page.band import Band
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources
-from streamrl.report.words import PlannedSides, change, planned_sides_of, rent_text, sides_text
+from streamrl.report.words import change, planned_sides_of, rent_text, sides_of_plan, sides_text
 from streamrl.runfile.checks import KEYS_OF_ONE_SOURCE
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import values_by_key
-from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.plan import Choice, Plan, PlanOption
 
@@ -216,12 +215,6 @@ def _of_choice(
     value: float | None,
 ) -> Option:
     """Return the option of a choice whose objective is `value`, by which its seeds are known; None if unknown."""
-    beside = choice.rollout.beside
-    others = {} if beside is None else {f"generate as {kind_name(1)}": beside}
-    if choice.verifier is not None:
-        others["compute rewards"] = choice.verifier
-    team = PlannedSides(choice.rollout, choice.trainer, others)
-    system = str(choice.settings["policies.system"])
     cost = choice.cost_per_million_tokens
     power = 0.5 if made.plan.objective.name == "pareto" else 1.0  # both factors grow with seconds
     seeds = (1.0, 1.0)
@@ -230,8 +223,8 @@ def _of_choice(
     return Option(
         name=name,
         kind=kind,
-        what=sides_text(team, system),
-        rent=rent_text(team, system),
+        what=choice.text,
+        rent=rent_text(sides_of_plan(choice), str(choice.settings["policies.system"])),
         config={**flatten(made.run, made.inputs), **choice.settings},
         world="simulated",
         step_time=choice.step_time,

@@ -52,7 +52,6 @@ from streamrl.report.page.measured import (
 )
 from streamrl.report.page.options import Option, make_options
 from streamrl.report.page.parts import Page, PageSection
-from streamrl.report.page.rental import gpu_names
 from streamrl.report.page.sources import PlanMade, RecordedRun, Sources, read_sources
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
@@ -118,7 +117,7 @@ def _gpus_of_pools(sources: Sources) -> dict[str, str]:
     found: dict[str, str] = {}
     for made in sources.plans:
         for option in made.plan.options:
-            found |= gpu_names(option.choice)
+            found |= option.choice.gpus
         found |= made.plan.what_if.gpus if made.plan.what_if is not None else {}
     for run in [made.run for made in sources.plans] + [each.run for each in sources.runs]:
         found |= {name: pool.gpu for name, pool in run.cluster.pools.items()}
@@ -135,7 +134,7 @@ def _answer(sources: Sources, options: list[Option]) -> str:
     made = plan_of(sources, chosen)
     if made is None or chosen is None:
         return answer_of(sources, options)
-    return lead_of(made, chosen)
+    return lead_of(made)
 
 
 def _kind(sources: Sources, chosen: Option | None) -> str:

@@ -16,7 +16,7 @@ from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.units import BITS_PER_BYTE
-from streamrl.sim.planner.plan import PLAN_TOML, Choice
+from streamrl.sim.planner.plan import PLAN_TOML
 
 SOURCE = re.compile(
     r"^# (?:Chosen by|Option \d+ of) `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE
@@ -35,64 +35,20 @@ def command_words(made: PlanMade) -> list[str]:
         return []
 
 
-def gpus_by_pool(choice: Choice) -> dict[str, int]:
-    """Return the GPUs that a plan uses in each pool. Colocated sides share theirs."""
-    return {pool: sum(tasks.values()) for pool, tasks in _uses(choice).items()}
-
-
-def _uses(choice: Choice) -> dict[str, dict[str, int]]:
-    """Return the GPUs of each pool by their task."""
-    sides = [("generate", choice.rollout), ("train", choice.trainer)]
-    sides += [("generate", choice.rollout.beside)] if choice.rollout.beside is not None else []
-    if choice.settings["policies.system"] == "colocated":
-        shared = max(choice.rollout, choice.trainer, key=lambda side: side.num_gpus)
-        sides = [("generate and train in turn", shared)]
-    if choice.verifier is not None:
-        sides.append(("compute rewards", choice.verifier))
-    found: dict[str, dict[str, int]] = {}
-    for task, side in sides:
-        tasks = found.setdefault(side.pool, {})
-        tasks[task] = tasks.get(task, 0) + side.num_gpus
-    return found
-
-
-def gpu_names(choice: Choice) -> dict[str, str]:
-    """Return the GPU of each pool that a plan uses."""
-    sides = [choice.rollout, choice.rollout.beside, choice.trainer, choice.verifier]
-    return {side.pool: side.gpu for side in sides if side is not None}
-
-
-def owned_pools(made: PlanMade) -> set[str]:
-    """Return the pools that a plan uses and whose GPUs are the user's own."""
-    pools = made.run.cluster.pools
-    return {
-        name for name in gpus_by_pool(made.plan.allocation) if name in pools and pools[name].owned
-    }
-
-
-def _rents_all(made: PlanMade) -> bool:
-    return not owned_pools(made)
-
-
-def rents_none(made: PlanMade) -> bool:
-    """Return whether a plan uses only GPUs that the user owns."""
-    return owned_pools(made) == set(gpus_by_pool(made.plan.allocation))
-
-
 def rental_title(made: PlanMade) -> str:
     """Return the title of the section with the GPUs of a plan."""
-    if _rents_all(made):
+    if not made.plan.owned_pools:
         return "What to rent, and where"
     return (
         "Which of your own GPUs to use"
-        if rents_none(made)
+        if made.plan.rents_none
         else "What to rent, and what to use of your own"
     )
 
 
 def places_of(made: PlanMade) -> Iterator[str]:
     """Yield what the name of a pool says, and where to rent its GPUs."""
-    yield NAMES if rents_none(made) else f"{NAMES} {PLACES}"
+    yield NAMES if made.plan.rents_none else f"{NAMES} {PLACES}"
 
 
 def rental_table(made: PlanMade) -> PageTable:
@@ -101,19 +57,20 @@ def rental_table(made: PlanMade) -> PageTable:
     is_paid = chosen.dollars_per_hour > 0
     head = (
         "pool",
-        "rent" if _rents_all(made) else "GPUs",
+        "GPUs" if made.plan.owned_pools else "rent",
         "to",
         "nodes",
         *(("price", "which is") if is_paid else ()),
     )
     rows = [
-        _row(made, pool, tasks, is_paid=is_paid) for pool, tasks in sorted(_uses(chosen).items())
+        _row(made, pool, tasks, is_paid=is_paid)
+        for pool, tasks in sorted(chosen.tasks_by_pool.items())
     ]
     return PageTable("", head, rows, is_cards=True)
 
 
 def _row(made: PlanMade, pool: str, tasks: Mapping[str, int], *, is_paid: bool) -> list[PageCell]:
-    count, gpu = sum(tasks.values()), gpu_word(gpu_names(made.plan.allocation)[pool])
+    count, gpu = sum(tasks.values()), gpu_word(made.plan.allocation.gpus[pool])
     own = made.run.cluster.pools.get(pool)
     cells = [
         PageCell(pool),
@@ -171,13 +128,13 @@ def price_source(made: PlanMade, pool: str) -> str:
 
 def prices_from(made: PlanMade) -> str:
     """Return where the prices of the total are from, in a few words: "prices from the run file"."""
-    sources = [price_source(made, pool) for pool in gpus_by_pool(made.plan.allocation)]
+    sources = [price_source(made, pool) for pool in made.plan.allocation.gpus_by_pool]
     return f"prices {listing([each.partition(' (')[0] for each in dict.fromkeys(sources)])}"
 
 
 def link_lines(made: PlanMade) -> Iterator[str]:
     """Yield the links between the pools of a plan, each with its source."""
-    used = gpus_by_pool(made.plan.allocation)
+    used = made.plan.allocation.gpus_by_pool
     for link in made.run.cluster.links:
         if all(pool in used for pool in link.between):
             yield f"Link between {' and '.join(link.between)}: {_link_text(link)} ({_link_source(made)})."
