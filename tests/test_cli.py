@@ -313,3 +313,9 @@ def test_an_error_is_not_written_to_standard_output_if_standard_error_is_closed(
     words = (sys.executable, "from streamrl.cli import main; main()")
     done = subprocess.run([*shell, *words], stdout=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_tables_have_no_blanks_at_the_ends_of_lines_where_output_is_no_terminal() -> None:
+    done = streamrl("explain")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) > 20
+    assert not [line for line in done.stdout.splitlines() if line.endswith(" ")]

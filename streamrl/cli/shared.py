@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import msgspec
 import typer
@@ -59,18 +62,38 @@ RunDirectory = Annotated[
 
 PIPE_WIDTH = 200
 """Line width if standard output is not a terminal."""
+TRAILING_BLANKS = re.compile(r" +(?=\n)")
 HEADER = b'{"format":'
 """The first bytes of a trace."""
 
 
 def stdout_console() -> Console:
-    """Return standard output, as wide as its terminal; without a terminal, wide enough for whole tables."""
+    """Return standard output, as wide as its terminal; else wide enough for whole tables, and without blanks at line ends."""
     from rich.console import Console
 
     console = Console()
-    if not (console.is_terminal or console.is_jupyter) and "COLUMNS" not in os.environ:
-        console.width = PIPE_WIDTH
-    return console
+    if console.is_terminal or console.is_jupyter:
+        return console
+    width = None if "COLUMNS" in os.environ else PIPE_WIDTH
+    return Console(file=cast("TextIO", _WithoutTrailingBlanks(sys.stdout)), width=width)
+
+
+class _WithoutTrailingBlanks(io.TextIOBase):
+    """Removes the blanks that fill the lines of a table."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a stream that is written to has one
+        return self._file.encoding
+
+    def write(self, text: str) -> int:
+        self._file.write(TRAILING_BLANKS.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def print_json(value: object) -> None:
