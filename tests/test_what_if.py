@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from streamrl.report.page.decision import plan_command
 from streamrl.report.page.page import make_page, read_report, render_html
+from streamrl.report.page.plan_command import command_words, directory_of, plan_command
 from streamrl.report.page.what_if_command import changes_of, note_of
 from streamrl.report.words import pool_words, with_pool_words
 from streamrl.runfile.files import load_run
@@ -27,6 +27,7 @@ from streamrl.sim.planner.what_if import (
 )
 from tests.chromium import Browser, find_chromium, open_browser
 from tests.report_directories import write_planned
+from tests.test_docs_commands import parse
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no chromium on PATH")
 
@@ -200,8 +201,55 @@ def test_the_command_of_a_plan_repeats_the_question_and_quotes_it(
     comment = "# Option 2 of `streamrl plan --model m --gpus '4xH20; rm x'`: cheapest\n"
     (tmp_path / "plan.toml").write_text(comment + (directory / "plan.toml").read_text())
     (made,) = read_report([tmp_path]).sources.plans
-    command = plan_command(made, {"plan.unit": "1"})
-    assert command == "streamrl plan --model m --gpus '4xH20; rm x' --set plan.unit=1"
+    command = plan_command(made, ["--set", "plan.unit=1"], "parts")
+    assert command == (
+        f"streamrl plan --model m --gpus '4xH20; rm x' --set plan.unit=1 -o {tmp_path}-parts"
+    )
+
+
+def test_every_command_of_a_page_is_for_the_folder_of_the_first_command(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "plans" / "mine"
+    here.mkdir(parents=True)
+    plan = read_plan(directory / "plan.json")
+    first, *rest = plan.options
+    first = replace(first, carried_by=[])
+    parts = replace(first, number=2, labels=["on parts of a node"], cost_ratio=0.9)
+    tiers = {"composed": 0.5, "roofline": 0.5}
+    write_plan(replace(plan, options=[first, parts, *rest], carried_by=[], tiers=tiers), here)
+    words = "# Chosen by `streamrl plan 'offers/run file.toml' --set seed=1 -o plans/mine`:\n"
+    (here / "plan.toml").write_text(words + (directory / "plan.toml").read_text())
+    found = {}
+    for folder, path in ((tmp_path, Path("plans/mine")), (here, Path())):
+        monkeypatch.chdir(folder)
+        page = make_page(read_report([path]))
+        found[folder] = [step.command for step in page.steps if step.command]
+        assert page.explorer is not None
+        shared = json.loads(page.explorer)["command"]
+        assert shared["directory"] == "plans/mine"
+        assert shared["changed_directory"] == "plans/mine-changed"
+        assert shared["words"] == ["offers/run file.toml", "--set", "seed=1"]
+    commands = found[tmp_path]
+    assert commands == found[here]
+    again = "streamrl plan 'offers/run file.toml' --set seed=1"
+    assert f"{again} --for verl -o plans/mine-verl" in commands
+    assert f"{again} --set plan.unit=1 -o plans/mine-parts" in commands
+    assert "streamrl simulate plans/mine/plan.toml -o plans/mine" in commands
+    for command in commands:
+        parse(shlex.split(command)[1:])
+
+
+def test_a_plan_that_was_moved_has_commands_for_its_present_place(
+    directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_bytes((directory / "plan.json").read_bytes())
+    for words in ("run.toml -o plans/elsewhere", "run.toml", "run.toml -o ."):
+        text = f"# Chosen by `streamrl plan {words}`:\n{(directory / 'plan.toml').read_text()}"
+        (tmp_path / "plan.toml").write_text(text)
+        (made,) = read_report([tmp_path]).sources.plans
+        assert directory_of(made) == str(tmp_path)
+        assert command_words(made) == ["run.toml"]
 
 
 # In the page --------------------------------------------------------------------------------------
@@ -390,8 +438,9 @@ def test_the_copied_command_has_the_values_of_all_sliders(
     browser: Browser, asked_page: Path, grid: WhatIf
 ) -> None:
     browser.open(asked_page)
+    own = ["-o", str(asked_page.parent / "plan"), "--take", "1"]
     before = words_of(browser)
-    assert before == ["streamrl", "plan", *shlex.split(QUESTION), "-o", "plan", "--take", "1"]
+    assert before == ["streamrl", "plan", *shlex.split(QUESTION), *own]
     dear = words_of(browser, change="asked.prices.h800 = 0.55")
     assert dear[dear.index("--gpus") + 1] == "8xH800/8@0.55,8xH20@1.10"
     assert "--take" not in dear and dear[dear.index("--deadline") + 1] == "12 hours"

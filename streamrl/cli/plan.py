@@ -161,7 +161,7 @@ def plan(
     other = None if export is None else export_name(export, "--export")
     if output is None and (run_file or other or number):
         output = Path()
-    source = _source_of(run_file, {**stated, "for": target}, overrides or ())
+    source = _source_of(run_file, {**stated, "for": target}, overrides or (), output)
     base = run_file.parent if run_file else Path()
     with nullcontext() if output is None else sole_writer(output):
         earlier = None
@@ -198,13 +198,17 @@ def plan(
 
 
 def _source_of(
-    run_file: Path | None, stated: Mapping[str, object], overrides: Iterable[str]
+    run_file: Path | None,
+    stated: Mapping[str, object],
+    overrides: Iterable[str],
+    output: Path | None,
 ) -> str:
-    """Return the words of the command that stand for what is planned: the run file or the answers, the target and settings."""
-    words = [] if run_file is None else [run_file.name]
+    """Return the words of a command that plans the same: the run file or the answers, the target, settings and directory."""
+    words = [] if run_file is None else [str(run_file)]
     for name, value in stated.items():
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     words += [word for change in overrides for word in ("--set", change)]
+    words += [] if output is None else ["-o", str(output)]
     return shlex.join(words)
 
 

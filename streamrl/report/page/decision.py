@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from streamrl.report.page.comparison import why
 from streamrl.report.page.identity import day_text
 from streamrl.report.page.options import Option
 from streamrl.report.page.parts import NextStep, PageCell, PageSection, PageTable
+from streamrl.report.page.plan_command import directory_of, plan_command
 from streamrl.report.page.rental import (
-    command_words,
     link_lines,
     places_of,
     prices_from,
@@ -174,7 +174,8 @@ def rental_section(made: PlanMade) -> PageSection:
 
 def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     """Yield what to do after reading a plan, with commands."""
-    plan_file = f"{made.name}/{PLAN_TOML}"
+    directory = Path(directory_of(made))
+    plan_file = directory / PLAN_TOML
     if made.plan.taken != 1:
         taken = made.plan.options[made.plan.taken - 1]
         yield NextStep(
@@ -185,15 +186,16 @@ def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
         why = f" The reasons: {told}." if told else ""
         yield NextStep(
             text=f"No framework here can run this plan as it is. Plan again for the one that you use, such as verl.{why}",
-            command=plan_command(made, {"plan.target": "verl"}),
+            command=plan_command(made, ["--for", "verl"], "verl"),
         )
     yield from _measuring(made, option)
     if option.run is None:
         text = (
             "See one step of the plan and what its GPUs wait for: simulate it, then report again."
         )
-        yield NextStep(text=text, command=f"streamrl simulate {plan_file} -o {made.name}")
-    for command in start_commands(made.plan, Path(plan_file)):
+        words = ["streamrl", "simulate", str(plan_file), "-o", str(directory)]
+        yield NextStep(text=text, command=shlex.join(words))
+    for command in start_commands(made.plan, plan_file):
         yield NextStep(text=_told_of(command), command=command)
     yield from _better_elsewhere(made)
 
@@ -223,7 +225,7 @@ def _measuring(made: PlanMade, option: Option) -> Iterator[NextStep]:
         words = "" if gpu == "cpu" else f" --gpu {gpu} --backend vllm"
         where = "this machine" if gpu == "cpu" else f"one node of {gpu_word(gpu)}"
         yield NextStep(
-            text=f"Measure first, on {where}. Then `streamrl simulate {made.name}/{PLAN_TOML} --set costs.profile={gpu}.toml` "
+            text=f"Measure first, on {where}. Then `streamrl simulate {directory_of(made)}/{PLAN_TOML} --set costs.profile={gpu}.toml` "
             "replaces the seconds from datasheets.",
             command=f"streamrl profile MODELDIR{words} -o {gpu}.toml",
         )
@@ -245,19 +247,12 @@ def _better_elsewhere(made: PlanMade) -> Iterator[NextStep]:
             advice = "take" if is_cheaper else "the work would end sooner with"
             yield NextStep(
                 text=f"If you can rent parts of a node, {advice} option {option.number}: {option.text}. It is {option.relation}.",
-                command=plan_command(made, {"plan.unit": "1"}),
+                command=plan_command(made, ["--set", "plan.unit=1"], "parts"),
             )
     if plan.tighter is not None:
         yield NextStep(
             text=f"A variant that is {percent(plan.tighter.gain)} cheaper fills {percent(plan.tighter.memory)} of the trainer's GPU memory, which is more than plans may here: {plan.tighter.choice}. Its settings differ in {listing(differing(plan))}."
         )
-
-
-def plan_command(made: PlanMade, changes: Mapping[str, str]) -> str:
-    """Return the command that plans again with other settings, as the plan file names it."""
-    words = command_words(made) or ["RUN.toml"]
-    settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    return shlex.join(["streamrl", "plan", *words, *settings])
 
 
 def totals_of(plan: Plan, choice: Choice) -> tuple[float, float]:

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Mapping
 from math import ceil
 
 from streamrl.hardware.profiles import gpu_of, price_of
 from streamrl.record.assumed import price_note
 from streamrl.report.page.parts import PageCell, PageTable
+from streamrl.report.page.plan_command import command_words
 from streamrl.report.page.sources import PlanMade
 from streamrl.report.words import NBSP, dollars, gpu_word
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.units import BITS_PER_BYTE
-from streamrl.sim.planner.plan import PLAN_TOML
 
-SOURCE = re.compile(
-    r"^# (?:Chosen by|Option \d+ of) `streamrl plan (?P<words>[^`\n]*)`", re.MULTILINE
-)
-"""The comment of a plan file with the command that made it."""
 NAMES = "A pool is named as in the offer. Its name is all that the offer says of the datacenter or region."
 PLACES = "Rent all GPUs of a pool in one place, because the plan counts on the network within it."
-
-
-def command_words(made: PlanMade) -> list[str]:
-    """Return the words of the command that made a plan, as the plan file has them; empty if it has none."""
-    found = SOURCE.search((made.path.parent / PLAN_TOML).read_text(encoding="utf-8"))
-    try:
-        return shlex.split(found["words"]) if found is not None else []
-    except ValueError:  # a quote without its end
-        return []
 
 
 def rental_title(made: PlanMade) -> str:

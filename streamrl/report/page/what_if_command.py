@@ -14,7 +14,11 @@ from math import gcd
 import msgspec
 
 from streamrl.logs.imported_workload import mean_of_shape
-from streamrl.report.page.rental import command_words
+from streamrl.report.page.plan_command import (
+    command_words,
+    directory_beside,
+    directory_of,
+)
 from streamrl.report.page.sources import PlanMade
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.short_forms import read_offer
@@ -52,7 +56,8 @@ def command_parts(made: PlanMade, grid: WhatIf) -> dict[str, object]:
     lengths = made.run.workload.lengths
     return {
         "words": words,
-        "directory": made.name,
+        "directory": directory_of(made),
+        "changed_directory": directory_beside(made, "changed"),
         "offer": _offer(words),
         "mean_tokens": _means(words, lengths, grid),
         "scale": {} if lengths is None else _scale(lengths),

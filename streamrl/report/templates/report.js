@@ -217,7 +217,7 @@ function commandOf(place) {
   withoutSettings(words, [...Object.keys(settings), ...(isOther("deadline") ? ["plan.deadline"] : [])]);
   if (words.includes("--gpus")) answersChanged(words, settings);
   const sets = Object.entries({ ...settings, ...plan.changes }).flatMap(([key, value]) => ["--set", `${key}=${value}`]);
-  return joined(["streamrl", "plan", ...words, ...sets]);
+  return joined(["streamrl", "plan", ...words, ...sets, "-o", grid.command.changed_directory]);
 }
 
 const isTaken = (place) => grid.plans[place].number !== null && !isMoved();
