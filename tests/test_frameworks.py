@@ -32,7 +32,7 @@ from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.costs.weight_sync import SyncCosts
 from streamrl.sim.planner.layouts import OF_FRAMEWORK
 from streamrl.sim.planner.modes import find_modes, keep_to_framework
-from streamrl.sim.planner.space import find_trainers
+from streamrl.sim.planner.space import _logits, find_trainers
 from tests.command_line import streamrl
 from tests.runs import make_table, small_run
 
@@ -147,6 +147,45 @@ def test_slime_scores_again_only_what_it_cannot_reuse() -> None:
     assert of_framework("slime").algorithm.old_log_probs == "engine"
     assert of_framework("slime", several).algorithm.old_log_probs == "trainer"
     assert of_framework("slime", {"algorithm.name": "ppo"}).algorithm.old_log_probs == "trainer"
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "kernels"),
+    [
+        ("nemo-rl", 1, "fused"),
+        ("nemo-rl", 3, "eager"),
+        ("verl", 1, "fused"),
+        ("verl", 3, "eager"),
+        ("slime", 1, "fused"),
+        ("openrlhf", 2, "eager"),
+        ("trl", 3, "eager"),
+    ],
+)
+def test_kernels_of_the_trainer_are_those_of_the_frameworks_back_end(
+    name: str, zero: int, kernels: str
+) -> None:
+    run = of_framework(name, {"trainer.zero": zero})
+    assert run.trainer.kernels == kernels
+    assert run.trainer.logits in (None, "eager")
+    stated = {"trainer.zero": zero, "trainer.kernels": "uncompiled"}
+    assert of_framework(name, stated).trainer.kernels == "uncompiled"
+
+
+def test_every_trainer_of_a_plan_has_the_kernels_of_its_back_end() -> None:
+    run, _ = keep_to_framework(load_run(OFFER, ["framework.name=verl", "plan.zero=[1, 3]"]))
+    (mode, *_), found = find_modes(run), find_trainers(run, Counter())
+    assert run.trainer.kernels == "fused" and {each.zero for each in found} == {1, 3}
+    for each in found:
+        trainer = mode.apply(replace(run, trainer=each.change(run.trainer))).trainer
+        assert trainer.kernels == ("fused" if each.zero == 1 else "eager")
+        assert each.kernels == (None if each.zero == 1 else "eager")
+
+
+def test_a_plan_may_chunk_logits_that_a_framework_fills_in_but_no_stated_ones() -> None:
+    assert of_framework("verl").trainer.logits == "eager"
+    assert _logits("eager", "eager") == ("eager", "chunked")
+    assert _logits(None, None) == (None, "chunked")
+    assert _logits("fused", "eager") == ("fused",)
 
 
 def test_of_several_trainers_the_first_is_filled_in() -> None:

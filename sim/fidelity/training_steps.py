@@ -14,7 +14,7 @@ from streamrl.hardware.activations import activation_bytes, logit_bytes
 from streamrl.hardware.memory import model_states
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, Gpu, find_profile, load_gpu, read_profile
-from streamrl.runfile.roles_config import TrainerConfig
+from streamrl.runfile.roles_config import KernelFusion, Recompute, TrainerConfig
 from streamrl.runfile.units import Bandwidth, Size
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule
@@ -42,8 +42,6 @@ MPT = {
 }
 """Hidden size, layers and heads of the MPT models (llm-foundry, scripts/train/yamls/pretrain)."""
 
-Recompute = Literal["none", "selective", "mlp", "full"]
-
 
 class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One published optimizer step."""
@@ -70,7 +68,7 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     overlaps: bool = False
     """Whether expert dispatch overlaps with the computation of other micro-batches."""
-    kernels: Literal["fused", "uncompiled", "eager"] = "fused"
+    kernels: KernelFusion = "fused"
     logits: Literal["eager", "fused", "chunked"] | None = None
     dtype: Literal["bfloat16", "fp8"] = "bfloat16"
     """Precision of the products of linear layers."""

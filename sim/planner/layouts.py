@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +37,7 @@ from streamrl.runfile.gpu_pools import powers_of_two
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import (
+    KernelFusion,
     Logits,
     Recompute,
     ReplicasConfig,
@@ -176,6 +177,8 @@ class Degrees(NamedTuple):
     offload: bool
     context_parallel: int = 1
     expert_tensor_parallel: int | None = None
+    kernels: KernelFusion | None = None
+    """Kernels of the framework's back end that has this ZeRO stage; None keeps those of the run."""
 
     @property
     def num_gpus(self) -> int:
@@ -199,7 +202,8 @@ class Degrees(NamedTuple):
         With a single pipeline stage, `virtual_stages` is 1.
         """
         slices = trainer.virtual_stages if self.pipeline_parallel > 1 else 1
-        return replace(trainer, **self._asdict(), virtual_stages=slices)
+        keys = self._asdict() | {"kernels": self.kernels or trainer.kernels}
+        return replace(trainer, **keys, virtual_stages=slices)
 
     def place(self, trainer: TrainerHardware) -> TrainerHardware:
         """Return the trainer with these degrees. It must already be in their pool."""
@@ -221,6 +225,10 @@ class TrainerRange:
     """Choices from the least recomputation to the most. The first that fits is used, because less
     is faster.
     """
+    logits: Sequence[Logits | None] = (None, "chunked")
+    """Ways to hold logits, from the most memory to the least."""
+    kernels: Mapping[int, KernelFusion] = field(default_factory=dict)
+    """Kernels by ZeRO stage, where the framework's back ends differ from the run's."""
     most_memory: float = 1.0
     """Largest share of a GPU's memory that a trainer may use."""
     framework: FrameworkName | None = None
@@ -384,7 +392,8 @@ def fitting_trainers(
                     continue
                 split = (pool, data, tensor, pipeline, expert, micro, zero)
                 degrees = Degrees(
-                    *(*split, among.recompute[0], trainer.config.logits, False, context, slices)
+                    *(*split, among.recompute[0], among.logits[0], False, context, slices),
+                    among.kernels.get(zero),
                 )
                 reason = _reason_against(trainer, degrees, among.framework)
                 yield from _ways_to_fit(trainer, degrees, among, reason, cut)
@@ -431,12 +440,9 @@ def _ways_to_fit(
 
 def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
     """Return the combinations of recomputation and logits, the fastest and largest first."""
-    logits: tuple[Logits | None, ...] = (degrees.logits,)
-    if degrees.logits is None:
-        logits = (None, "chunked")
     return [
         degrees._replace(recompute=recompute, logits=loss)
-        for recompute, loss in product(among.recompute, logits)
+        for recompute, loss in product(among.recompute, among.logits)
     ]
 
 

@@ -148,7 +148,8 @@ def own_candidate(
         "sync_mode": sync.mode,
         "rewards": rewards if verifier.pool is not None else None,
     }
-    return Candidate(replicas, Degrees(**_values(trainer, Degrees)), Mode(**mode))
+    degrees = _values(trainer, Degrees) | {"kernels": None}  # those of the run
+    return Candidate(replicas, Degrees(**degrees), Mode(**mode))
 
 
 def _values(section: Section, kind: type[NamedTuple]) -> dict[str, Any]:

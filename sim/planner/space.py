@@ -32,10 +32,10 @@ from streamrl.hardware.side_memory import trainer_side
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.frameworks import load_framework
+from streamrl.runfile.frameworks import keep_filled_in, load_framework, settings_of
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
 from streamrl.runfile.plan_config import PlanConfig, TargetName, framework_of_target
-from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+from streamrl.runfile.roles_config import Logits, RolloutConfig, TrainerConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.sim.planner.allocation import refuse_profile
 from streamrl.sim.planner.layouts import (
@@ -597,6 +597,11 @@ def find_trainers(
     """
     plan, pools, trainer = run.plan, run.cluster.pools, resolve(run).trainer
     own = trainer.config
+    zero = plan.zero or _zero_stages(plan.target, own)
+    filled_in = {setting.key: setting.value for setting, _ in settings_of(run)}
+    at_stage = {stage: replace(run, trainer=replace(own, zero=stage)) for stage in zero}
+    kernels = {stage: keep_filled_in(run, at).trainer.kernels for stage, at in at_stage.items()}
+    other_kernels = {stage: each for stage, each in kernels.items() if each != own.kernels}
     among = TrainerRange(
         tensor_parallel=plan.trainer_tensor_parallel,
         pipeline_parallel=plan.pipeline_parallel,
@@ -604,8 +609,10 @@ def find_trainers(
         expert_tensor_parallel=plan.expert_tensor_parallel or [own.expert_tensor_parallel],
         context_parallel=plan.context_parallel or _context_degrees(own, trainer.longest_sequence),
         micro_batch=plan.micro_batch or MICRO_BATCHES,
-        zero=plan.zero or _zero_stages(plan.target, own),
+        zero=zero,
         recompute=[each for each in RECOMPUTES if each in (plan.recompute or RECOMPUTES)],
+        logits=_logits(own.logits, filled_in.get("trainer.logits")),
+        kernels=other_kernels,
         framework=run.framework.name,
     )
     if rules is not None:
@@ -700,6 +707,11 @@ def _sizes(plan: PlanConfig, name: str, pool: PoolConfig) -> Sizes:
         for wanted in (plan.rollout_gpus, plan.trainer_gpus)
     )
     return Sizes([*generate, *split.generate], [*train, *split.train])
+
+
+def _logits(own: Logits | None, filled_in: object) -> Sequence[Logits | None]:
+    """Return the ways to hold logits: only that of the run file if it is not what the framework fills in."""
+    return (own, "chunked") if own == filled_in else (own,)
 
 
 def _zero_stages(target: TargetName | None, trainer: TrainerConfig) -> Sequence[int]:

@@ -199,7 +199,7 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
             ("zero", ALWAYS),
         ),
         *(("micro_batch", ALWAYS), ("recompute", ("none",)), ("offload", (False,))),
-        *(("packing", ALWAYS), ("logits", (None, "fused"))),
+        *(("packing", ALWAYS), ("logits", (None, "eager", "fused"))),
         ("reshard_after_forward", (True,)),
     ):
         yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)

@@ -96,6 +96,7 @@ AdmissionName = Literal["on-demand", "reserve"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 Logits = Literal["eager", "fused", "chunked"]
 Packing = Literal["packed", "padded"]
+KernelFusion = Literal["fused", "uncompiled", "eager"]
 ContextExchange = Literal["ring", "all-gather", "all-to-all"]
 OffloadTarget = Literal["host", "nvme"]
 Sharding = Literal["fsdp2", "fsdp", "deepspeed"]
@@ -348,7 +349,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     activations of MLPs. mlp: norms and whole MLPs, including experts and their dispatch. none:
     only attention scores, which flash attention never keeps.
     """
-    kernels: Literal["fused", "uncompiled", "eager"] = "eager"
+    kernels: KernelFusion = "eager"
     """Simulated: how elementwise operations run. fused: all fused (Transformer Engine,
     torch.compile), as in tuned pretraining. uncompiled: only attention and norms are fused.
     eager: one operation after the other, as in most RL trainers (prime-rl's benchmarks, and the
