@@ -49,6 +49,17 @@ GAPS = load_engine("vllm-0.11").constants.layer
 """Seconds between the kernels of a layer with CUDA graphs, for engines whose rows do not determine
 it.
 """
+LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
+"""Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
+requests make 407 and 13,583 tokens/s instead of 430 and 18,645 (vLLM pull 57442: Qwen2.5-0.5B on L20,
+logprobs=0). At 64 to 512 requests throughput is 0.67 to 0.73 of that without. Five log-probabilities a
+token took 35 us each in the first version (pull 9880).
+"""
+SYNCHRONIZATION = Duration(1046e-6)
+"""Seconds of a step of SGLang until March 2026 with log-probabilities: 196.23 tokens/s of one request
+with a wait for the GPU, and 246.91 without (SGLang pull 20972). Its seconds per rollout are not
+published.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +78,19 @@ FITS = {
     "vllm-0.11": Fit(
         name="vLLM 0.11.1, async scheduling, CUDA graphs",
         terms=("step", "layer", "logit"),
-        start=Overheads(request=REQUEST, quantises_apart=True, pads_experts=True),
+        start=Overheads(
+            request=REQUEST,
+            log_prob=LOG_PROB,
+            log_prob_step=LOG_PROB_STEP,
+            quantises_apart=True,
+            pads_experts=True,
+        ),
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
         note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
-        "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says)",
+        "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob` and "
+        "`log_prob_step` from pull 57442",
     ),
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
@@ -93,16 +111,21 @@ FITS = {
     "sglang-0.4": Fit(
         name="SGLang 0.4.6, CUDA graphs",
         terms=("slowdown", "step", "layer"),
-        start=Overheads(request=REQUEST),
+        start=Overheads(request=REQUEST, log_prob_step=SYNCHRONIZATION),
         note="batch 1 on H20, so `request` is the paper's; `slowdown`: weights and cache are read at half the "
-        "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model",
+        "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model; `log_prob_step` from pull 20972",
     ),
     "sglang-0.5": Fit(
         name="SGLang 0.5.6 and 0.5.7, CUDA graphs",
         terms=(),
-        start=Overheads(request=REQUEST, layer=GAPS, fuses_shared_experts=True),
+        start=Overheads(
+            request=REQUEST,
+            layer=GAPS,
+            log_prob_step=SYNCHRONIZATION,
+            fuses_shared_experts=True,
+        ),
         note="nothing is fitted, as three shapes on as many GPUs do not tell a constant from an error of a GPU's tables: "
-        "`request` is the paper's, `layer` that of vLLM 0.11, another engine with CUDA graphs",
+        "`request` is the paper's, `layer` that of vLLM 0.11, another engine with CUDA graphs, `log_prob_step` from pull 20972",
     ),
     "tensorrt-llm-1.0": Fit(
         name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
@@ -314,6 +337,8 @@ def _lines(constants: Overheads) -> list[str]:
         "launch": f'"{constants.launch * 1e6:.4g} us"',
         "request": f'"{constants.request * 1e6:.4g} us"',
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
+        "log_prob": f'"{constants.log_prob * 1e6:.4g} us"',
+        "log_prob_step": f'"{constants.log_prob_step * 1e6:.4g} us"',
         "reads_cache_per_head": "true",
         "all_reduce": f'"{constants.all_reduce}"',
         "narrow_attention": f'"{constants.narrow_attention}"',

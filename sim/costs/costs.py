@@ -28,6 +28,7 @@ from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.frameworks import returns_log_probs
 from streamrl.runfile.gpu_pools import of_kind
 from streamrl.runfile.roles_config import AdmissionName
 from streamrl.sim.costs.cache_transfer import CacheTransfer
@@ -260,7 +261,7 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
     """
     _check(resolved)
     run, replica = resolved.run, resolved.replica
-    decode, prefill = _compose_replica(replica, run.costs)
+    decode, prefill = _compose_replica(replica, run.costs, returns_log_probs(run))
     training, sync = TrainingCosts.load(resolved), sync_costs(resolved)
     rewards = reward_costs(resolved.reward, run.costs)
     costs = Costs(
@@ -433,24 +434,26 @@ def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
 
 
 def _compose_replica(
-    replica: ReplicaHardware, config: CostsConfig
+    replica: ReplicaHardware, config: CostsConfig, has_log_probs: bool
 ) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators, once for any number of replicas."""
     alone = msgspec.structs.replace(replica.config, replicas=1, others=())
-    return _composed(replace(replica, config=alone), config.engine, config.backend)
+    return _composed(replace(replica, config=alone), config.engine, config.backend, has_log_probs)
 
 
 @lru_cache(maxsize=64)
 def _composed(
-    replica: ReplicaHardware, engine: str, backend: str | None
+    replica: ReplicaHardware, engine: str, backend: str | None, has_log_probs: bool
 ) -> tuple[DecodeCurve, PrefillCurve]:
-    rollout = replica.config
+    rollout, serving = replica.config, load_engine(engine)
+    if has_log_probs:
+        serving = serving.returning_log_probs()
     shard = Shard(
         replica.longest_model,
         kernels_of(replica.pool.gpu, replica.precision, backend),
         rollout.tensor_parallel,
         rollout.expert_parallel,
-        load_engine(engine),
+        serving,
         rollout.pipeline_parallel,
         rollout.data_parallel,
         overlaps_dispatch=rollout.overlaps_dispatch,

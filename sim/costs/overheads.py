@@ -1,18 +1,22 @@
 """Load an inference engine's constants: its overheads per decode step, and the operators that it uses.
 
-| term       | seconds of                                                                           |
-|------------|--------------------------------------------------------------------------------------|
-| `step`     | each step: scheduling, inputs, outputs                                               |
-| `layer`    | each layer: gaps between kernels, elementwise kernels that have no table             |
-| `launch`   | each layer's launches by the host, without CUDA graphs: kernels wait for them        |
-| `request`  | each running rollout: scheduling, detokenising, returning results                    |
-| `logit`    | each running rollout and word of the vocabulary: sampling, which sorts them          |
-| `slowdown` | (a factor) the decode kernels of this version, relative to those of the tables       |
+| term            | seconds of                                                                      |
+|-----------------|---------------------------------------------------------------------------------|
+| `step`          | each step: scheduling, inputs, outputs                                          |
+| `layer`         | each layer: gaps between kernels, elementwise kernels that have no table        |
+| `launch`        | each layer's launches by the host, without CUDA graphs: kernels wait for them   |
+| `request`       | each running rollout: scheduling, detokenising, returning results               |
+| `logit`         | each running rollout and word of the vocabulary: sampling, which sorts them     |
+| `log_prob_step` | each step that returns the log-probability of every token                       |
+| `log_prob`      | each running rollout in such a step: slicing, sending and wrapping its value    |
+| `slowdown`      | (a factor) the decode kernels of this version, relative to those of the tables  |
 
 `benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
 engine. The choice of kernels is not fitted; it comes from the engine's code or release notes. fp8
 has no constant of its own. fp8 steps of vLLM 0.11 are predicted from measured kernels and from the
-extra work in its code.
+extra work in its code. The two terms of log-probabilities come from published throughput with and
+without them, on models so small that the host limits the step. They add to the step: RL frameworks
+launch the next step after the results of the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from streamrl.hardware.profiles import PROFILES, check_engine, known_engines, lo
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
 
-TERMS = ("step", "layer", "launch", "request", "logit")
+TERMS = ("step", "layer", "launch", "request", "logit", "log_prob", "log_prob_step")
 """Constants that are durations; 0 if an engine has none."""
 
 
@@ -39,6 +43,8 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     launch: Duration = Duration(0)
     request: Duration = Duration(0)
     logit: Duration = Duration(0)
+    log_prob: Duration = Duration(0)
+    log_prob_step: Duration = Duration(0)
     slowdown: float = 1.0
     reads_cache_per_head: bool = False
     """Whether attention reads shared keys and values once per query head, as kernels of 2023 did
@@ -64,6 +70,14 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
+
+    def returning_log_probs(self) -> Overheads:
+        """Return the overheads of a step that returns the log-probability of every token."""
+        return msgspec.structs.replace(
+            self,
+            step=Duration(self.step + self.log_prob_step),
+            request=Duration(self.request + self.log_prob),
+        )
 
 
 class HeldOut(ProfileTable, frozen=True, kw_only=True):
@@ -101,6 +115,11 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     """Errors of those rows."""
     left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
     """Constants fitted without the rows of a shape, by its name in profiles/models."""
+
+    def returning_log_probs(self) -> ServingEngine:
+        """Return this engine if it returns the log-probability of every token."""
+        constants = self.constants.returning_log_probs()
+        return msgspec.structs.replace(self, constants=constants)
 
 
 @cache

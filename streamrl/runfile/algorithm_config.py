@@ -171,6 +171,12 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         return stated or self.chosen.recomputes_log_probs
 
     @property
+    def takes_engine_log_probs(self) -> bool:
+        """Whether the loss reads the log-probabilities that the inference engine returns."""
+        is_corrected = self.corrected_by not in (None, "none")
+        return not self.imitates and (self.old_log_probs == "engine" or is_corrected)
+
+    @property
     def num_scored(self) -> int:
         """Forward passes that a rollout needs before its gradient."""
         return self.has_critic + self.has_reference + self.recomputes_log_probs

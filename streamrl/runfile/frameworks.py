@@ -80,6 +80,10 @@ class ExtraPass(_Table, frozen=True, kw_only=True):
     runs: str
 
 
+class EngineLogProbs(_Table, frozen=True, kw_only=True):
+    """That a framework always asks the inference engine for the log-probability of every token."""
+
+
 class SupportedSystem(_Table, frozen=True, kw_only=True):
     """A system that the framework has, and what turns it on there."""
 
@@ -162,6 +166,8 @@ class Framework(_Table, frozen=True, kw_only=True):
     licence: str
     settings: list[Setting] = []
     passes: list[ExtraPass] = []
+    engine_log_probs: EngineLogProbs | None = None
+    """None if the engine returns log-probabilities only where the loss reads them."""
     systems: list[SupportedSystem]
     sync: list[SupportedSync]
     engines: list[SupportedEngine] = []
@@ -237,6 +243,13 @@ def read_framework_file(path: Path, kind: type[_Read]) -> _Read:
 def framework_of(name: FrameworkName | None) -> Framework | None:
     """Return the framework that a run names."""
     return None if name is None else load_framework(name)
+
+
+def returns_log_probs(run: Run) -> bool:
+    """Whether the inference engine of a run returns the log-probability of every token."""
+    framework = framework_of(run.framework.name)
+    is_always = framework is not None and framework.engine_log_probs is not None
+    return is_always or run.algorithm.takes_engine_log_probs
 
 
 def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> bool:
