@@ -32,6 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout.chunked_prefill": False}, "rollout.chunked_prefill=true"),
     ({"trainer.offload": True, "algorithm.kl_coefficient": 0.1}, "trainer.offload=false"),
     ({"trainer.reshard_after_forward": False}, "trainer.reshard_after_forward=true"),
+    ({"trainer.gradient_dtype": "bfloat16"}, "trainer.gradient_dtype=float32"),
     ({"trainer.sharding": "fsdp"}, "trainer.sharding=fsdp2"),
     (
         {

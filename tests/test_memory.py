@@ -182,6 +182,47 @@ def test_actor_critic_and_reference_are_all_there_unless_they_take_turns() -> No
     assert "activations" not in taking_turns
 
 
+def test_a_reference_in_host_memory_leaves_its_room_and_takes_time_for_its_pass() -> None:
+    kl = {"algorithm.kl_coefficient": 0.1}
+    both, swapped = (
+        resolve(small_run({**kl, "trainer.offload_reference": each})) for each in (False, True)
+    )
+    weights = trainer_memory(swapped.trainer)["weights"]
+    assert trainer_memory(both.trainer)["weights"] == pytest.approx(2 * weights)
+    assert offloaded_bytes(both.trainer) == 0
+    assert offloaded_bytes(swapped.trainer) == pytest.approx(4 * weights)
+    kept, moved = (
+        Costs.load(each.run).training.line().score([64], 0.0) for each in (both, swapped)
+    )
+    assert moved - kept == pytest.approx(3 * weights / load_gpu("h800").host_link)
+
+
+def test_gradients_in_16_bits_take_half_the_room() -> None:
+    wide, narrow = (
+        trainer_memory(resolve(small_run({"trainer.gradient_dtype": each})).trainer)
+        for each in ("float32", "bfloat16")
+    )
+    assert narrow["gradients"] == pytest.approx(wide["gradients"] / 2)
+    assert narrow["optimizer"] == wide["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "trainer"),
+    [
+        ("llama-3.1-8b", 1, {"data_parallel": 8, "recompute": "full"}),
+        ("qwen3-30b-a3b", 4, {"data_parallel": 32, "expert_parallel": 8, "recompute": "none"}),
+    ],
+)
+def test_layouts_of_published_recipes_fit(model: str, nodes: int, trainer: dict[str, Any]) -> None:
+    """NeMo-RL v0.5.0, examples/configs/recipes/llm/performance: passes of 4,096 tokens on H100."""
+    changes = {"framework.name": "nemo-rl", "model.name": model, "algorithm.kl_coefficient": 0.01}
+    table = make_table({**changes, "rollout.max_tokens": 3072, "workload.max_prompt_tokens": 1024})
+    table["cluster"]["pools"]["near"] = {"gpu": "h100", "nodes": nodes}
+    table["algorithm"]["prompts_per_step"] = 64
+    table["trainer"] = {"pool": "near", "max_tokens_per_pass": 4096, **trainer}
+    check_trainer_memory(resolve(make_run(table)).trainer)
+
+
 def test_adapters_alone_have_gradients_and_an_optimizer_and_a_critic_has_all() -> None:
     lora = {"sync.mode": "lora", "sync.lora_rank": 16}
     share = lora_parameters(SEVEN, 16) / SEVEN.num_parameters

@@ -44,6 +44,7 @@ LIMITS: tuple[Changes, ...] = (
     {"trainer.offload_to": "host"},
     {"trainer.reshard_after_forward": True},
     {"trainer.sharding": "fsdp2"},
+    {"trainer.gradient_dtype": "float32"},
     {"trainer.offload": False},
     {"trainer.logits": None},
     {"rollout.chunked_prefill": True},

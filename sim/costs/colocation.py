@@ -149,7 +149,7 @@ def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseByte
         if not config.offload:
             optimizer = model_state(trainer.model, config, trainer.dtype).optimizer
         changed = trainer.trained_models * (trained + optimizer)
-        unchanged = (trainer.num_models - trainer.trained_models) * trained
+        unchanged = (trainer.num_resident_models - trainer.trained_models) * trained
         room = _room_beside_generator(replica)
         offloaded = max(0.0, changed - room)
         onloaded = max(0.0, changed + unchanged - room)

@@ -7,10 +7,12 @@ captured later, outside this share. SGLang's share has weights and KV cache alon
 
 | on a GPU of the trainer | without `trainer.offload`       | with `trainer.offload`                      |
 |-------------------------|---------------------------------|---------------------------------------------|
-| weights                 | of actor, critic and reference  | of one model                                |
+| weights                 | of actor, critic and reference* | of one model                                |
 | gradients               | of actor and critic             | of one model                                |
 | optimizer               | of actor and critic             | of one model, during its optimizer step     |
 | activations, logits     | of one pass                     | of one pass, without the optimizer          |
+
+(*) With `trainer.offload_reference` it takes the place of the actor's weights for its pass.
 
 With `trainer.offload_to` nvme, the optimizer is never on a GPU (`streamrl.hardware.nvme`). If an actor trains adapters, its gradients and optimizer states are those of the adapters alone.
 """
@@ -178,8 +180,6 @@ def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
 
 OPTIMIZER_BYTES = 12
 """Bytes per parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
-GRADIENT_BYTES = 4
-"""Bytes per parameter: gradients accumulate in float32 over micro-batches."""
 FLAT_SHARE = 1 / 0.93 - 1
 """Peak memory of PyTorch's FSDP1 beyond FSDP2's, which has 7 % less: Llama 7B on 8 H100 (torchtitan docs/fsdp.md,
 commit 00293cb). FSDP1 keeps freed blocks until other streams are done with them.
@@ -385,7 +385,8 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
             ModelState(
                 weights=copied * BYTES[dtype]
                 + (tower / trainer.copies if trainer.zero == 3 else tower),
-                gradients=(split if trainer.zero >= 2 else parameters) * GRADIENT_BYTES,
+                gradients=(split if trainer.zero >= 2 else parameters)
+                * BYTES[trainer.gradient_dtype],
                 optimizer=(split if trainer.zero else parameters) * (OPTIMIZER_BYTES - second_copy),
                 stepped=split if trainer.zero else parameters,
             )
@@ -487,7 +488,7 @@ def _moments(
     if not trainer.config.offload:
         trained = trainer.trained_models
         held = {
-            "weights": state.weights * trainer.num_models,
+            "weights": state.weights * trainer.num_resident_models,
             "gradients": state.gradients * trained,
             "optimizer": state.optimizer * trained,
         }
@@ -531,7 +532,7 @@ def check_trainer_memory(trainer: TrainerHardware) -> None:
 def _suggest_fixes(trainer: TrainerHardware, items: dict[str, float]) -> str:
     """Return the settings that would reduce the memory of a trainer, as the end of an error text."""
     config, key, fixes = trainer.config, trainer.key, []
-    if not config.offload and trainer.num_models > 1:
+    if not config.offload and trainer.num_resident_models > 1:
         fixes.append(f"{key}.offload=true moves idle models to host memory")
     elif not config.offload and _steps_alone(trainer.gpu, items):
         fixes.append(f"{key}.offload=true moves the idle optimizer to host memory")
@@ -573,9 +574,11 @@ def host_memory(pool: PoolConfig) -> float:
 
 def offloaded_bytes(trainer: TrainerHardware) -> float:
     """Return the maximum bytes that a node's GPUs of the trainer offload: all but the model in use."""
-    if not trainer.config.offload:
+    if not (trainer.config.offload or trainer.swaps_reference):
         return 0.0
     states = model_states(trainer.model, trainer.config, trainer.dtype)
+    if not trainer.config.offload:
+        return gpus_of_a_node(trainer) * max(state.weights for state in states)
     others = trainer.num_models - 1
     a_gpu = max(others * state.weights + _optimizer_in_host(trainer, state) for state in states)
     return gpus_of_a_node(trainer) * a_gpu

@@ -126,8 +126,23 @@ class TrainerHardware:
     @property
     def num_models(self) -> int:
         """Number of models in memory. With adapters, the base weights serve as the reference."""
-        has_reference = self.algorithm.has_reference and self.adapter_rank is None
-        return self.num_trained_models + has_reference
+        return self.num_trained_models + self.has_reference_weights
+
+    @property
+    def has_reference_weights(self) -> bool:
+        """Whether the reference model has weights of its own."""
+        return self.algorithm.has_reference and self.adapter_rank is None
+
+    @property
+    def swaps_reference(self) -> bool:
+        """Whether the reference model alone is in host memory while it does not run."""
+        own = self.config
+        return self.has_reference_weights and own.offload_reference and not own.offload
+
+    @property
+    def num_resident_models(self) -> int:
+        """Number of models on the GPUs at a time, without `trainer.offload`."""
+        return self.num_models - self.swaps_reference
 
 
 @dataclass(frozen=True, kw_only=True)

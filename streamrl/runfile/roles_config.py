@@ -341,6 +341,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     again for the backward pass. false: they stay in between, as in FSDP's SHARD_GRAD_OP: more memory
     and one gather less.
     """
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Simulated: format in which gradients of micro-batches add up, and are reduced over ranks.
+    bfloat16: NeMo-RL's Megatron (grad_reduce_in_fp32 false).
+    """
+    offload_reference: bool = False
+    """Simulated: keep the weights of the reference model in host memory. Its pass swaps them with
+    those of the actor, as in NeMo-RL and slime. `offload` does so with every model. `execute`
+    keeps the reference where the actor is.
+    """
     virtual_stages: int = 1
     """Simulated: model slices of each pipeline stage (Megatron's interleaved schedule)."""
     recompute: Recompute = "full"

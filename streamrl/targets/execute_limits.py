@@ -411,6 +411,12 @@ def _limits_of_passes(
         f"True {of_backend}, as DeepSpeed gathers weights for each pass",
     )
     yield Limit(
+        f"{key}.gradient_dtype",
+        trainer.gradient_dtype,
+        trainer.gradient_dtype == "float32",
+        f"'float32' {of_backend}, which adds up gradients in it",
+    )
+    yield Limit(
         f"{key}.sharding",
         trainer.sharding,
         trainer.sharding != "fsdp",

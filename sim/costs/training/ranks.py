@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl.hardware.memory import (
-    GRADIENT_BYTES,
     OPTIMIZER_BYTES,
     draft_parameters,
     shared_out_parameters,
@@ -73,6 +72,11 @@ class Ranks:
         return BYTES[self.dtype]
 
     @property
+    def gradient_width(self) -> int:
+        """Bytes of a gradient."""
+        return BYTES[self.trainer.gradient_dtype]
+
+    @property
     def network(self) -> float:
         """Bytes per second that one GPU sends to another node, one direction."""
         return self.gpu.network
@@ -99,7 +103,9 @@ class Ranks:
 
     def scatter_time(self) -> float:
         """Seconds in which ZeRO 2 and 3 reduce and scatter the gradients of a stage once, after every micro-batch."""
-        return self._data_time(GRADIENT_BYTES * self.trained) if self.trainer.zero >= 2 else 0.0
+        return (
+            self._data_time(self.gradient_width * self.trained) if self.trainer.zero >= 2 else 0.0
+        )
 
     def reduce_time(self) -> float:
         """Return the seconds in which a step reduces the remaining gradients over ranks and gathers new weights.
@@ -107,7 +113,8 @@ class Ranks:
         ZeRO 0 reduces gradients and gathers their sums, 1 reduces them and gathers weights, 2
         gathers weights.
         """
-        width = {0: 2 * GRADIENT_BYTES, 1: GRADIENT_BYTES + self.width, 2: self.width, 3: 0}
+        gradient = self.gradient_width
+        width = {0: 2 * gradient, 1: gradient + self.width, 2: self.width, 3: 0}
         return self._data_time(width[self.trainer.zero] * self.trained)
 
     def _data_time(self, num_bytes: float) -> float:
@@ -147,7 +154,7 @@ class Ranks:
     def update_time(self) -> float:
         """Return the seconds in which one model's optimizer reads gradients, and reads and writes its state."""
         learning = self.model.num_parameters * self.trained
-        num_bytes = learning * (GRADIENT_BYTES + 2 * OPTIMIZER_BYTES)
+        num_bytes = learning * (self.gradient_width + 2 * OPTIMIZER_BYTES)
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         copies = self.trainer.copies if self.trainer.zero == 0 else 1
         return num_bytes * copies / self.trainer.num_gpus / achieved

@@ -48,6 +48,8 @@ class Switches:
     """Weights in; they do not change."""
     train_time: float = 0.0
     """Weights and gradients in, gradients out."""
+    reference_time: float = 0.0
+    """The actor's weights out, the reference's in, the actor's in; if the reference alone is in host memory."""
     step_time: float = 0.0
     """Gradients in, optimizer in and out, weights out. On NVMe: reads and writes of the drives."""
 
@@ -135,13 +137,21 @@ class TrainingCosts:
         return PipelinedSchedule(
             self.stages,
             self.trainer,
-            scores=[self.switches.score_time] * self.num_scored,
+            scores=self._score_switches(),
             trains=[self.switches.train_time] * self.num_trained,
             share=self.informative_share,
             epochs=self.epochs,
             mini_batch=self.mini_batch,
             update_time=self.optimizer_time,
         )
+
+    def _score_switches(self) -> list[float]:
+        """Return the seconds to load each scoring model; the reference is the last of them."""
+        switches = self.switches
+        seconds = [switches.score_time] * self.num_scored
+        if switches.reference_time:
+            seconds[-1] += switches.reference_time
+        return seconds
 
     def train_time(self, lengths: Sequence[int]) -> float:
         """Return the seconds of forward and backward passes over rollouts (prompt + output tokens), alone."""
@@ -158,9 +168,11 @@ class TrainingCosts:
 
 def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
     """Return the seconds of moving models to host memory and back; 0 if all models stay on the GPUs."""
-    if not trainer.config.offload:
+    if not (trainer.config.offload or trainer.swaps_reference):
         return Switches()
     state = model_state(ranks.model, trainer.config, ranks.dtype)
+    if trainer.swaps_reference:
+        return Switches(reference_time=3 * state.weights / ranks.gpu.host_link)
     state = replace(
         state,
         gradients=state.gradients * ranks.trained,
