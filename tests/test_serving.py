@@ -130,6 +130,34 @@ def test_an_engine_answers_for_a_gpu_by_six_rows_or_more(engine: str) -> None:
     assert load_engine(engine).gpus == sorted(gpu for gpu, num in counted.items() if num > 5)
 
 
+# Log-probabilities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("requests", "without", "returning"), [(1, 430, 407), (64, 18645, 13583)])
+def test_returned_log_probabilities_slow_steps_as_published(
+    requests: int, without: float, returning: float
+) -> None:
+    """Throughput of vLLM pull request 57442: tokens/s of Qwen2.5-0.5B on L20, with logprobs=0 and without."""
+    constants = load_engine("vllm-0.11").constants
+    found = constants.log_prob_step + requests * constants.log_prob
+    assert found == pytest.approx(requests / returning - requests / without, rel=0.01)
+
+
+def test_an_engine_returns_log_probabilities_where_the_loss_or_the_framework_wants_them() -> None:
+    constants = load_engine("vllm-0.11").constants
+    of_trainer = {"algorithm.old_log_probs": "trainer", "algorithm.correction": "none"}
+    plain = Costs.load(small_run(of_trainer)).decode.base[4]
+    slower = plain + constants.log_prob_step + 4 * constants.log_prob
+    for changes in (
+        {},
+        {"algorithm.old_log_probs": "trainer", "algorithm.correction": "token-tis"},
+        {**of_trainer, "framework.name": "nemo-rl"},
+    ):
+        assert Costs.load(small_run(changes)).decode.base[4] == pytest.approx(slower), changes
+    openrlhf = {**of_trainer, "framework.name": "openrlhf", "framework.optimizer_steps": 1}
+    assert Costs.load(small_run(openrlhf)).decode.base[4] == pytest.approx(plain)
+
+
 # Kernels of an engine -----------------------------------------------------------------------------
 
 

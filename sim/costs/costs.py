@@ -261,7 +261,8 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
     """
     _check(resolved)
     run, replica = resolved.run, resolved.replica
-    decode, prefill = _compose_replica(replica, run.costs, returns_log_probs(run))
+    has_log_probs = returns_log_probs(run.framework.name, run.algorithm)
+    decode, prefill = _compose_replica(replica, run.costs, has_log_probs)
     training, sync = TrainingCosts.load(resolved), sync_costs(resolved)
     rewards = reward_costs(resolved.reward, run.costs)
     costs = Costs(

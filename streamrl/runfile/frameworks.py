@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DispatchName
 from streamrl.runfile.findings import value_of
@@ -245,11 +246,11 @@ def framework_of(name: FrameworkName | None) -> Framework | None:
     return None if name is None else load_framework(name)
 
 
-def returns_log_probs(run: Run) -> bool:
-    """Whether the inference engine of a run returns the log-probability of every token."""
-    framework = framework_of(run.framework.name)
+def returns_log_probs(name: FrameworkName | None, algorithm: AlgorithmConfig) -> bool:
+    """Whether the inference engine of a framework returns the log-probability of every token."""
+    framework = framework_of(name)
     is_always = framework is not None and framework.engine_log_probs is not None
-    return is_always or run.algorithm.takes_engine_log_probs
+    return is_always or algorithm.takes_engine_log_probs
 
 
 def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> bool:
