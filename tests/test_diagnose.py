@@ -13,7 +13,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import change_run, make_run, write_run
 from streamrl.sim.diagnosis.diagnosis import diagnose, mean_step
 from streamrl.sim.diagnosis.result import Diagnosis
-from streamrl.sim.fidelity.rl_steps import PUBLISHED
+from streamrl.sim.fidelity.rl_steps import load_published
 from tests.command_line import streamrl
 
 LENGTHS = {"kind": "histogram", "source": "streamrl-codemath-20k", "scale": 0.3}
@@ -138,7 +138,7 @@ def test_a_step_without_stages_names_the_engine_first() -> None:
 @pytest.mark.parametrize("pick", [0, -1])
 def test_published_runs_that_are_well_tuned_are_normal(place: int, pick: int) -> None:
     """Each with the least and the most of what its source does not state."""
-    published = PUBLISHED[place]
+    published = load_published()[place]
     run = make_run(published.table)
     run = change_run(run, {key: values[pick] for key, values in published.opens.items()})
     found = diagnose(run, _measured(published.mean_tokens, published.stages))

@@ -1,4 +1,4 @@
-"""Published RL steps, stage by stage, compared with their simulation.
+"""Published RL steps (profiles/published/rl_steps.toml), stage by stage, compared with their simulation.
 
 Two sources are left out. NeMo-Aligner's five steps (arXiv 2405.01481) have no published response
 lengths. RLHFuse's twelve steps (arXiv 2409.13221) have critics and reward models of another size than
@@ -10,13 +10,16 @@ Inputs that a source does not state are ranges: a row is predicted with every co
 
 from __future__ import annotations
 
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import product
+from math import sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from streamrl.engine.messages import (
@@ -31,9 +34,11 @@ from streamrl.engine.messages import (
     Trained,
     WeightsLoaded,
 )
+from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
-from streamrl.hardware.memory import check_memory
+from streamrl.hardware.profiles import PROFILES, load_model
 from streamrl.hardware.resolved import resolve
+from streamrl.record.steady_state import START
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
@@ -107,16 +112,26 @@ def phase_seconds(trace: Trace) -> PhaseSeconds:
     )
 
 
-STEPS = 3
+IN_TURNS, OVERLAPPING = 3, 6
+"""Simulated steps if generation and training take turns, and if they overlap."""
 SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
 """Tokens that no output reaches, and the number of prompts for a mean length."""
 LENGTHS = "r1-distill-aime"
 """Assumed shape of output lengths, scaled to the published mean. Another shape changes the time of
 generation, and changes other stages only slightly.
 """
+ASSUMED: dict[str, Any] = {
+    "algorithm": {"steps": IN_TURNS},
+    "workload": {"lengths": {"kind": "histogram", "source": LENGTHS, "prompt_tokens": 150}},
+}
+MOST_RECOMPUTED = {"trainer.recompute": "full"}
+REFUSED = (
+    "our memory model refuses this step without recomputation; it is predicted with recompute=full"
+)
+PATH = PROFILES / "published" / "rl_steps.toml"
 
 
-class Published(NamedTuple):
+class Published(msgspec.Struct, frozen=True, kw_only=True):
     """One published step."""
 
     name: str
@@ -124,145 +139,49 @@ class Published(NamedTuple):
     note: str
     mean_tokens: float
     table: dict[str, Any]
-    opens: dict[str, tuple[Any, ...]]
+    opens: dict[str, list[Any]]
     """Possible values of the dotted keys that the source does not state."""
     stages: dict[str, float]
     """Published seconds by stage, with the names of `PhaseSeconds`."""
+    fitted: list[str]
+    """Stages with constants that rest on this very source."""
+
+    @property
+    def partition(self) -> str:
+        """The GPU, the kind of model, and whether generation and training take turns: "h100, dense, in turns"."""
+        run = make_run(self.table)
+        gpu = run.cluster.pools[run.rollout.pool].gpu
+        kind = "dense" if load_model(run.model).experts is None else "mixture"
+        return f"{gpu}, {kind}, {'overlapping' if self.overlaps else 'in turns'}"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether generation and training run at the same time."""
+        return choose_system(make_run(self.table).policies).staleness_bound > 0
 
 
-def _colocated(model: str, gpus: int, degrees: tuple[int, int, int], **keys: Any) -> dict[str, Any]:
-    """Return the run file of a colocated GRPO step on H100, with dotted keys added."""
-    generate, tensor, pipeline = degrees
-    return {
-        "model": {"name": model},
-        "cluster": {"pools": {"h100": {"gpu": "h100", "nodes": gpus // 8}}},
-        "rollout": {
-            "pool": "h100",
-            "replicas": gpus // generate,
-            "tensor_parallel": generate,
-            "max_tokens": keys["max_tokens"],
-        },
-        "trainer": {
-            "pool": "h100",
-            "data_parallel": gpus // tensor // pipeline,
-            "tensor_parallel": tensor,
-            "pipeline_parallel": pipeline,
-            "micro_batch": 64,
-            "logits": "fused",
-            "offload": keys["kl_coefficient"] > 0,
-            "max_tokens_per_pass": keys["pass_tokens"],
-        },
-        "algorithm": {
-            "name": "grpo",
-            "steps": STEPS,
-            "group_size": keys["group_size"],
-            "prompts_per_step": keys["rollouts"] // keys["group_size"],
-            "old_log_probs": "trainer",
-            "kl_coefficient": keys["kl_coefficient"],
-            "correction": "none",
-        },
-        "workload": {
-            "max_prompt_tokens": 1024,
-            "lengths": {"kind": "histogram", "source": LENGTHS, "prompt_tokens": 150},
-        },
-        "policies": {"system": "colocated"},
-    }
+def load_published() -> list[Published]:
+    """Read profiles/published/rl_steps.toml."""
+    found = []
+    for group in tomllib.loads(PATH.read_text(encoding="utf-8"))["groups"]:
+        for step in group["steps"]:
+            table = deepcopy(ASSUMED)
+            _apply(table, _dotted(group["run"]))
+            _apply(table, step.get("keys", {}))
+            found.append(
+                Published(
+                    name=step["name"],
+                    source=group["source"],
+                    note=group["note"],
+                    mean_tokens=step["mean_tokens"],
+                    table=table,
+                    opens={**group["opens"], **step.get("opens", {})},
+                    stages=step["stages"],
+                    fitted=group["fitted"],
+                )
+            )
+    return found
 
-
-SMALL = _colocated(
-    "r1-distill-qwen-1.5b",
-    8,
-    (2, 2, 1),
-    max_tokens=27648,
-    pass_tokens=28672,
-    group_size=8,
-    rollouts=512,
-    kl_coefficient=0.0,
-)
-EIGHT = _colocated(
-    "llama-3.1-8b",
-    8,
-    (1, 1, 2),
-    max_tokens=4096,
-    pass_tokens=16384,
-    group_size=16,
-    rollouts=2048,
-    kl_coefficient=0.01,
-)
-SEVENTY = _colocated(
-    "llama-3.1-70b",
-    64,
-    (4, 4, 4),
-    max_tokens=4096,
-    pass_tokens=16384,
-    group_size=16,
-    rollouts=2048,
-    kl_coefficient=0.01,
-)
-NEMO = (
-    "1024 or 2048 rollouts, a cap of 4096, one or four optimizer steps, packing, recomputation and CUDA graphs (with, as "
-    "vLLM 0.11, or without, as transformers 4.51) are not stated"
-)
-NEMO_OPENS: dict[str, tuple[Any, ...]] = {
-    "algorithm.prompts_per_step": (64, 128),
-    "framework.optimizer_steps": (1, 4),
-    "costs.engine": ("vllm-0.11", "transformers-4.51"),
-    "trainer.packing": ("packed", "padded"),
-    "trainer.recompute": ("none", "full"),
-}
-
-PUBLISHED = (
-    Published(
-        "RLinf: R1-Distill-Qwen-1.5B on 8 H100",
-        "RLinf docs compare_with_verl.rst a3816b5",
-        "recomputation, and how long prompts are, are not stated",
-        13975,
-        SMALL,
-        {"trainer.recompute": ("none", "full"), "workload.lengths.prompt_tokens": (100, 400)},
-        {"generation": 266.08, "score": 17.78, "train": 61.12, "step": 346.33},
-    ),
-    Published(
-        "verl 0.5.0: R1-Distill-Qwen-1.5B on 8 H100",
-        "RLinf docs compare_with_verl.rst a3816b5",
-        "recomputation, and how long prompts are, are not stated",
-        14254.84,
-        SMALL,
-        {"trainer.recompute": ("none", "full"), "workload.lengths.prompt_tokens": (100, 400)},
-        {"generation": 260.92, "score": 17.51, "train": 66.53, "step": 363.55},
-    ),
-    Published(
-        "NeMo-RL 0.3: Llama-3.1-8B on 8 H100",
-        "NVIDIA-NeMo/RL issue 959",
-        NEMO,
-        795,
-        EIGHT,
-        NEMO_OPENS,
-        {"generation": 58, "score": 18, "train": 28, "refit": 5, "step": 112},
-    ),
-    Published(
-        "NeMo-RL 0.3: Llama-3.1-8B on 8 H100, second run",
-        "NVIDIA-NeMo/RL issue 959",
-        NEMO,
-        811,
-        EIGHT,
-        NEMO_OPENS,
-        {"generation": 56, "score": 18, "train": 27, "refit": 8, "step": 116},
-    ),
-    Published(
-        "NeMo-RL 0.3: Llama-3.1-70B on 64 H100",
-        "NVIDIA-NeMo/RL issue 959",
-        f"{NEMO}; degrees are not stated",
-        398,
-        SEVENTY,
-        {**NEMO_OPENS, "trainer.pipeline_parallel": (2, 4)},
-        {"generation": 84, "score": 18, "train": 28, "refit": 14, "step": 147},
-    ),
-)
-
-FITTED = ("refit", "step")
-"""Stages with constants that rest on these very sources: the seconds of a switch and those beside the
-stages (profiles/frameworks/usual.toml).
-"""
 
 GENERATED = {
     ("llama-2-7b", 8): 86,
@@ -289,14 +208,15 @@ SWITCHED = {
 
 def steps_rows() -> list[Row]:
     """Return every published stage with its prediction, computed on all cores."""
-    wanted = [(step, choice) for step in PUBLISHED for choice in _choices(step)]
+    published = load_published()
+    wanted = [(step, choice) for step in published for choice in _choices(step)]
     with worker_pool() as pool:
         found = list(pool.map(_simulated, *zip(*wanted, strict=True)))
         generated = list(pool.map(_generated, *zip(*GENERATED, strict=True)))
     rows = []
-    for step in PUBLISHED:
-        times = [t for (one, _), t in zip(wanted, found, strict=True) if one is step and t]
-        rows += list(_stage_rows(step, times))
+    for step in published:
+        ours = [each for (one, _), each in zip(wanted, found, strict=True) if one is step]
+        rows += list(_stage_rows(step, ours))
     rows += [
         Row(
             name=f"HybridFlow: {model} on 16 A100 at TP{degree}, 1,024 rollouts of 1,024 + 1,024",
@@ -314,43 +234,69 @@ def steps_rows() -> list[Row]:
 
 def _choices(step: Published) -> Iterator[dict[str, Any]]:
     """Yield every combination of unstated inputs, with lengths scaled to the published mean."""
-    scaled = _scaled(step)
     for values in product(*step.opens.values()):
-        yield {**dict(zip(step.opens, values, strict=True)), **scaled}
+        choice = dict(zip(step.opens, values, strict=True))
+        yield {**choice, "workload.lengths.scale": _scale(step, choice)}
 
 
-def _simulated(step: Published, choice: dict[str, Any]) -> PhaseSeconds | None:
-    """Simulate one combination of inputs; None if it does not fit the GPUs that the source used."""
-    run = _run(step.table, choice)
+def _simulated(step: Published, choice: dict[str, Any]) -> dict[str, float] | None:
+    """Return the seconds of the published stages for one combination of inputs; None if our memory model refuses it."""
+    steps = OVERLAPPING if step.overlaps else IN_TURNS
+    run = _run(step.table, {**choice, "algorithm.steps": steps})
     try:
-        check_memory(resolve(run))
+        trace = simulate(run)
     except RunError:
         return None
-    return phase_seconds(simulate(run))
+    seconds = {"step": step_seconds(trace)} if step.overlaps else phase_seconds(trace)._asdict()
+    return {stage: seconds[stage] for stage in step.stages}
 
 
-def _run(table: dict[str, Any], changes: dict[str, Any]) -> Run:
+def step_seconds(trace: Trace) -> float:
+    """Return the mean time from version to version without the first `START` steps."""
+    ended = [time for time, event, _ in trace.entries if isinstance(event, Stepped)]
+    return float(np.diff(ended[START:]).mean())
+
+
+def _run(table: dict[str, Any], changes: Mapping[str, Any]) -> Run:
+    """Make a run with keys changed; as many GPUs train with another number of pipeline stages."""
     made = deepcopy(table)
-    gpus = made["trainer"]["data_parallel"] * made["trainer"]["pipeline_parallel"]
-    for key, value in changes.items():
-        place, last = place_of(made, key)
-        place[last] = value
-    made["trainer"]["data_parallel"] = gpus // made["trainer"]["pipeline_parallel"]
+    _apply(made, changes)
+    stages = table["trainer"].get("pipeline_parallel", 1)
+    made["trainer"]["data_parallel"] *= stages
+    made["trainer"]["data_parallel"] //= made["trainer"].get("pipeline_parallel", 1)
     return make_run(made)
 
 
-def _scaled(step: Published) -> dict[str, Any]:
+def _apply(table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set dotted keys of a run file's table."""
+    for key, value in changes.items():
+        place, last = place_of(table, key)
+        place[last] = value
+
+
+def _dotted(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            found |= _dotted(value, f"{before}{key}.")
+        else:
+            found[f"{before}{key}"] = value
+    return found
+
+
+def _scale(step: Published, choice: dict[str, Any]) -> float:
     """Return the scale at which lengths, cut off at the cap, have the published mean."""
     cap = step.table["rollout"]["max_tokens"]
-    run = _run(step.table, {"rollout.max_tokens": SAMPLE_CAP, "algorithm.prompts_per_step": 8})
-    draws = SimulatedWorkload(run).draw(0, SAMPLED_PROMPTS)
+    long = {"rollout.max_tokens": SAMPLE_CAP, "algorithm.prompts_per_step": 8}
+    draws = SimulatedWorkload(_run(step.table, {**choice, **long})).draw(0, SAMPLED_PROMPTS)
     lengths = np.array([length for draw in draws for length in draw.lengths], dtype=float)
     low, high = 0.01, 100.0
     for _ in range(50):
-        scale = (low * high) ** 0.5
+        scale = sqrt(low * high)
         is_short = np.minimum(lengths * scale, cap).mean() < step.mean_tokens
         low, high = (scale, high) if is_short else (low, scale)
-    return {"workload.lengths.scale": round(scale, 4)}
+    return round(scale, 4)
 
 
 def _generated(model: str, degree: int) -> float:
@@ -383,26 +329,40 @@ def _generated(model: str, degree: int) -> float:
     return generate_batch(run, Costs.load(run), batch)[-1].time
 
 
-def _stage_rows(step: Published, times: list[PhaseSeconds]) -> Iterator[Row]:
+def _stage_rows(step: Published, found: Sequence[dict[str, float] | None]) -> Iterator[Row]:
+    """Yield a row for each published stage from the combinations of inputs that our memory model lets run.
+
+    Raises:
+        ValueError: none of them runs, nor with recomputation.
+    """
+    times, note = [each for each in found if each is not None], step.note
+    if not times:
+        again = [_simulated(step, {**choice, **MOST_RECOMPUTED}) for choice in _choices(step)]
+        times, note = [each for each in again if each is not None], f"{note}; {REFUSED}"
+    if not times:
+        raise ValueError(f"{step.name}: our memory model refuses it")
     for stage, seconds in step.stages.items():
-        ours = [getattr(one, stage) for one in times]
+        ours = [one[stage] for one in times]
         yield Row(
             name=f"{step.name}: {stage}",
-            group=f"stages of RL steps: {stage}",
+            group=f"whole steps: {step.partition}"
+            if step.stages.keys() == {"step"}
+            else f"stages of RL steps: {stage}",
             shape=step.table["model"]["name"],
             unit="s",
             published=(seconds, seconds),
             predicted=(min(ours), max(ours)),
-            is_fitted=stage in FITTED,
-            note=step.note,
+            is_fitted=stage in step.fitted,
+            note=note,
             source=step.source,
         )
 
 
 def _switch_rows() -> Iterator[Row]:
     """Yield the framework's part of a switch. The transfer of bytes is not included."""
+    eight = next(step for step in load_published() if step.name.startswith("NeMo-RL 0.3"))
     for model, (least, most) in SWITCHED.items():
-        run = _run({**EIGHT, "model": {"name": model}}, {})
+        run = _run({**eight.table, "model": {"name": model}}, {})
         trainer = resolve(run).trainer
         gpu, size = trainer.pool.gpu, trainer.model.num_parameters
         seconds = own_switch_time(run.framework, gpu, size).seconds
