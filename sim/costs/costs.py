@@ -12,6 +12,7 @@ import msgspec
 
 from streamrl.engine.systems import moves_caches
 from streamrl.engine.trace import DecodeYield
+from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.memory import (
     check_host_memory,
     check_memory,
@@ -421,7 +422,11 @@ def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> P
     in_fp8 = own.compute == "fp8"
     is_plain = rollout.drafts is None and rollout.gpus_per_replica == rollout.tensor_parallel
     is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
-    if provenance.tier != "composed" or not (is_plain and is_checked):
+    if not (is_plain and is_checked):
+        return provenance
+    if kernels_of(replica.pool.gpu, own).is_datasheet:
+        return Provenance.of("scaled", provenance.sources, scaled_errors().decode.median)
+    if provenance.tier != "composed":
         return provenance
     found = decode_errors(engine, replica.pool.gpu, in_fp8=in_fp8)
     if found is None:

@@ -389,7 +389,7 @@ class Shard:
     def overhead(self, rollouts: Floats, share: float = 1.0) -> Estimate:
         """Return the overhead of a step in seconds, for a stage with this share of the layers."""
         gpu = self.kernels.gpu
-        if not self.kernels.is_measured:
+        if not self.kernels.is_composed:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
             return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
         constants = self.engine.constants
@@ -401,6 +401,6 @@ class Shard:
     def waiting(self, seconds: Floats) -> Estimate:
         """Return the seconds that the host needs to launch kernels beyond their `seconds` on the GPU."""
         launching = self.engine.constants.launch * self.model.num_blocks / 2
-        is_modelled = float(self.kernels.is_measured)
+        is_modelled = float(self.kernels.is_composed)
         waited = np.maximum(0.0, launching - seconds) * is_modelled
         return Estimate(waited, np.zeros_like(waited), (self.engine.source,))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from streamrl.hardware.operator_tables import (
     Floats,
     Operator,
     Peak,
+    Table,
     read_table,
     weights_read,
 )
@@ -23,7 +25,7 @@ from streamrl.hardware.precision import FORMATS, WEIGHT_ONLY, width_of
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
 from streamrl.hardware.tiers import Provenance
 
-MEASURED = PROFILES / "measured"
+MEASURED, EFFICIENCY = PROFILES / "measured", PROFILES / "efficiency"
 DTYPE_OF_ATTENTION = "bfloat16"
 """Keys and values stay in 16 bits if weights are in 8 bits."""
 OF_KEPT = ("gemm", "moe")
@@ -91,6 +93,10 @@ def total(estimates: Iterable[Estimate]) -> Estimate:
     return first
 
 
+Typical: TypeAlias = Callable[[str, str], Surface | None]
+"""By operator and dtype: the surface that a GPU without tables uses; None if there is none."""
+
+
 class Kernels:
     """One kind of GPU, computing in one dtype."""
 
@@ -102,8 +108,12 @@ class Kernels:
         cache_dtype: str | None = None,
         tables: Mapping[str, str] | None = None,
         kept: str | None = None,
+        typical: Typical | None = None,
     ) -> None:
         """Choose the tables: the GPU's default, `tables` instead, or those of one backend.
+
+        A GPU without tables uses the efficiencies of its generation. If `typical` is given, it uses
+        these, and none of its own tables.
 
         Keys and values have at least 16 bits, unless `cache_dtype` says otherwise. If `kept` is
         given, weights are stored in this narrower format and computed in `dtype`.
@@ -122,11 +132,18 @@ class Kernels:
         self.cache_dtype = cache_dtype or wide
         """Dtype of keys and values."""
         self._tables = dict(self.gpu.tables if tables is None else tables)
+        if typical is not None:
+            self._tables = {}
+        elif not self._tables and self.gpu.alike:
+            typical = typical_of(self.gpu.alike)
+        self._typical = typical
         if backend is not None:
             self._tables |= _tables_of(gpu_name, backend)
 
     def with_backend(self, operator: str, backend: str) -> Kernels:
-        """Return these kernels with one operator of another backend."""
+        """Return these kernels with one operator of another backend, if the GPU has tables."""
+        if not self._tables:
+            return self
         measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
         tables = self._tables | {operator: f"{measured_on}/{backend}"}
         return Kernels(
@@ -148,25 +165,30 @@ class Kernels:
         return table_path(place, operator, self.cache_dtype) is not None
 
     @property
-    def is_measured(self) -> bool:
-        """Whether any operator has a table."""
-        return bool(self._tables)
+    def is_datasheet(self) -> bool:
+        """Whether no operator has a table of its own, but efficiencies of other GPUs apply."""
+        return not self._tables and self._typical is not None
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether operators have tables, of this GPU or of others; if not, rooflines have assumed efficiencies."""
+        return bool(self._tables) or self._typical is not None
 
     def distribution(self, operator: str) -> str:
         """Return how tokens were distributed over experts in an operator's table; evenly by default."""
-        surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
+        surface = self._known(operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
 
     @property
     def has_expert_ranks(self) -> bool:
         """Whether experts were measured on several GPUs that share them, or not at all."""
         dtype = self.kept if self.kept in WEIGHT_ONLY else self.dtype
-        surface = _surface(self._place("moe", dtype), "moe", dtype)
+        surface = self._known("moe", dtype)
         return surface is None or surface.largest("expert_parallel") > 1
 
     def backend(self, operator: str) -> str | None:
         """Return the backend of an operator's table; None if there is no table."""
-        surface = _surface(self._place(operator, self.dtype), operator, self.dtype)
+        surface = self._known(operator, self.dtype)
         return surface.table.facts.backend if surface else None
 
     def time(self, operator: str, columns: Floats, **shape: float) -> Estimate:
@@ -199,7 +221,7 @@ class Kernels:
         share = BYTES[self.cache_dtype] / BYTES[self.wire_dtype]
         if share == 1:
             return self.time(operator, contexts, **shape)
-        surface = _surface(self._place(operator, self.cache_dtype), operator, self.cache_dtype)
+        surface = self._known(operator, self.cache_dtype)
         if surface is not None and self.cache_dtype in self.gpu.flops:
             return self._timed(operator, self.cache_dtype, contexts, shape)
         found = self.time(operator, contexts * share, **shape)
@@ -209,11 +231,11 @@ class Kernels:
     def _timed(
         self, operator: str, dtype: str, columns: Floats, shape: dict[str, float]
     ) -> Estimate:
-        surface = _surface(self._place(operator, dtype), operator, dtype)
+        surface = self._known(operator, dtype)
         if surface is not None:
             return self._of_surface(surface, dtype, columns, shape)
         if dtype in NEAREST:
-            surface = _surface(self._place(operator, NEAREST[dtype]), operator, NEAREST[dtype])
+            surface = self._known(operator, NEAREST[dtype])
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
         seconds = self._of_surface(surface, dtype, columns, shape).seconds
@@ -223,7 +245,15 @@ class Kernels:
         self, surface: Surface, dtype: str, columns: Floats, shape: dict[str, float]
     ) -> Estimate:
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
+        if surface.table.facts.generation:
+            return unmeasured(seconds, f"datasheet of {self.gpu.name}: {surface.table.origin}")
         return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
+
+    def _known(self, operator: str, dtype: str) -> Surface | None:
+        """Return an operator's table, or the typical one of similar GPUs if this one has no tables."""
+        if self._tables or self._typical is None:
+            return _surface(self._place(operator, dtype), operator, dtype)
+        return self._typical(operator, dtype)
 
     def _place(self, operator: str, dtype: str) -> str:
         """Return "GPU/BACKEND" of an operator's table; a dtype may have its own."""
@@ -242,7 +272,7 @@ class Kernels:
         """
         surface = None
         if self.kept in WEIGHT_ONLY:
-            surface = _surface(self._place(operator, self.kept), operator, self.kept)
+            surface = self._known(operator, self.kept)
         if surface is not None:
             return self._of_surface(surface, self.kept, columns, shape)
         source = OPERATORS[operator]
@@ -316,13 +346,33 @@ def table_path(place: str, operator: str, dtype: str) -> Path | None:
     return None
 
 
+@lru_cache(maxsize=64)
+def typical_of(generations: tuple[str, ...]) -> Typical:
+    """Return the surfaces of generations in profiles/efficiency; of each operator, the first that has it counts."""
+
+    @lru_cache(maxsize=64)
+    def surface(operator: str, dtype: str) -> Surface | None:
+        for generation in generations:
+            for kind in ALIKE[dtype]:
+                path = EFFICIENCY / generation / f"{operator}.{kind}.csv"
+                if path.is_file():
+                    return surface_of(read_table(path))
+        return None
+
+    return surface
+
+
+def surface_of(table: Table) -> Surface:
+    """Return a table's surface."""
+    return Surface(table, peak_of(load_gpu(table.facts.gpu), table.facts.dtype))
+
+
 @lru_cache(maxsize=256)
 def _surface(place: str, operator: str, dtype: str) -> Surface | None:
     path = table_path(place, operator, dtype)
     if path is None:
         return None
-    table = read_table(path)
-    return Surface(table, peak_of(load_gpu(table.facts.gpu), table.facts.dtype))
+    return surface_of(read_table(path))
 
 
 def _tables_of(gpu_name: str, backend: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streamrl.hardware.profiles import price_of
 from streamrl.logs.imported_workload import scale_to_mean
 from streamrl.record.assumed import price_note
-from streamrl.record.band import Band, ModelError, band_of, ends_of
+from streamrl.record.band import Band, ModelError, band_of, ends_of, mixed_basis
 from streamrl.record.billing import BILLING_KEYS, bill_of, rented_time, uncounted
 from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import steps_for_one, whole_time
@@ -349,6 +349,8 @@ class FirstAnswer(NamedTuple):
     def band_notes(self) -> Iterator[str]:
         """Yield what the bands rest on, and what the bill leaves out."""
         yield f"{self.recommended.model_error.note}, and {FEW_STEPS:.0%} for so few steps"
+        if mixed := mixed_basis({p.what: p.model_error.datasheet_share for p in self.plans}):
+            yield mixed
         if missing := uncounted(self.offer.cluster):
             yield f"not counted: {listing(missing)} ({BILLING_KEYS})"
 

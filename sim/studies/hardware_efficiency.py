@@ -18,6 +18,7 @@ from streamrl.hardware.precision import (
 )
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.resolved import resolve
+from streamrl.hardware.tiers import datasheet_share
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -63,7 +64,7 @@ def operator_efficiency(
         label=f"{gpu} ({backend})" if backend else gpu,
         places=places.tolist(),
         values=(peak / estimate.seconds).tolist(),
-        is_unmeasured=estimate.provenance.tier == "roofline",
+        is_unmeasured=datasheet_share(estimate.provenance.shares) > 0.5,
     )
 
 
@@ -83,7 +84,7 @@ def training_mfu(run: Run, lengths: Sequence[int], rollouts: int = 256) -> Serie
         label=f"{model.name} on {gpu.name}, {degrees}",
         places=[float(n) for n in lengths],
         values=[flops / peak / time for flops, time in zip(needed, seconds, strict=True)],
-        is_unmeasured=costs.provenance.tier == "roofline",
+        is_unmeasured=datasheet_share(costs.provenance.shares) > 0.5,
     )
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import msgspec
 
-from streamrl.hardware.tiers import Provenance, Tier
+from streamrl.hardware.tiers import Provenance, Tier, datasheet_share
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.band import Band
 from streamrl.record.metrics import RATIOS, Metrics
@@ -122,4 +122,4 @@ class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_unmeasured(self) -> bool:
         """Whether most of its seconds are unmeasured."""
-        return self.provenance.shares.get("roofline", 0.0) >= UNMEASURED_SHARE
+        return datasheet_share(self.provenance.shares) >= UNMEASURED_SHARE

@@ -12,6 +12,7 @@ from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.hardware.precision import is_narrow
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.tiers import datasheet_share
 from streamrl.report.profile_report import (
     comparison_table,
     generation_figure,
@@ -151,5 +152,5 @@ def describe(curve: msgspec.Struct) -> dict[str, object]:
     provenance = found["provenance"]
     assert isinstance(provenance, dict)
     shares = provenance["shares"]
-    found["unmeasured"] = shares.get("roofline", 0.0)
+    found["unmeasured"] = datasheet_share(shares)
     return found

@@ -2,7 +2,8 @@
 
 An operator's seconds are divided by its roofline. The logarithm of this ratio is interpolated linearly in
 the logarithm of every axis. Outside the measured range, the ratio of the nearest edge is used. On a GPU
-with other bandwidth or FLOP/s, the ratio stays the same.
+with other bandwidth or FLOP/s, the ratio stays the same. If the table states the seconds of a launch,
+only the seconds beyond a launch are divided and interpolated.
 
 Decode attention over longer contexts than measured is extrapolated differently. A table ends where the
 KV cache of a batch filled the GPU or the sweep ended: 256 rollouts of eight key heads were measured with
@@ -89,7 +90,7 @@ class Surface:
         grid = {name: values[:, None] for name, values in axes.items()}
         grid[table.facts.columns] = table.columns[None, :]
         rooflines = self._roofline(grid)
-        ratios = np.log(table.seconds / rooflines)
+        ratios = np.log(beyond_launch(table) / rooflines)
         columns = np.log(table.columns)
         if self._operator.fills_holes:
             ratios = _fill(points, ratios, columns)
@@ -116,11 +117,20 @@ class Surface:
         ratio, is_inside = _descend(self._tree, [log(p[0]) for p in point], np.log(columns))
         axes = {name: np.array([value]) for name, value in shape.items()}
         axes[self.table.facts.columns] = columns
-        theirs = self._operator.roofline(peak)(axes)
+        theirs, launch = self._operator.roofline(peak)(axes), self.table.launch_time
         if self._operator.is_collective:
             ours = self._roofline(axes)
-            return np.exp(ratio) * ours + theirs - ours, is_inside
-        return np.exp(ratio) * theirs, is_inside
+            return launch + np.exp(ratio) * ours + theirs - ours, is_inside
+        return launch + np.exp(ratio) * theirs, is_inside
+
+
+LEAST_BEYOND = 0.02
+"""Share of a cell's seconds that counts as work if the cell is no longer than a launch."""
+
+
+def beyond_launch(table: Table) -> Floats:
+    """Return the seconds of every cell without its launch."""
+    return np.maximum(table.seconds - table.launch_time, LEAST_BEYOND * table.seconds)
 
 
 @dataclass(frozen=True)

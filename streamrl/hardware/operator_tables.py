@@ -46,6 +46,10 @@ class Facts(ProfileTable, frozen=True, kw_only=True):
     """Axis of the columns."""
     distribution: str = ""
     """Distribution of tokens over experts, for experts only."""
+    generation: str = ""
+    """GPUs whose mean this is (profiles/efficiency), scaled to the peak of `gpu`; "" for a measurement."""
+    launch: float = 0.0
+    """Part of every cell, in the table's unit, that takes as long on a GPU with another peak."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class Table:
     rows: Floats
     columns: Floats
     seconds: Floats
+
+    @property
+    def launch_time(self) -> float:
+        """Seconds of a launch, which do not depend on the GPU's peak."""
+        return self.facts.launch * UNITS[self.facts.unit]
 
     @property
     def origin(self) -> str:

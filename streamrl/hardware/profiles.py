@@ -37,7 +37,9 @@ class Roofline(ProfileTable, frozen=True, kw_only=True):
     training_efficiency: float
     bandwidth_efficiency: float
     step_overhead: Duration
-    """Seconds of a decode step on top of its memory traffic and arithmetic."""
+    """Seconds of a decode step on top of its memory traffic and arithmetic, if nothing better is known."""
+    like: list[str] = msgspec.field(default_factory=list)
+    """Generations of profiles/efficiency, nearest first, for operators that this GPU's own generation does not have."""
     block_efficiency: float = 0.66
     """Share of peak FLOP/s and of bandwidth in grouped fp8 products by blocks of 128 rows. Source: H800 (DeepGEMM,
     alibaba/InferSim f2293da, prefill). A further block of 11.3 GFLOP takes 8.64 us, and one whose 44 MB of weights are
@@ -85,6 +87,8 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     name: str
     source: str
     date: datetime.date
+    generation: str | None = None
+    """Kind of its silicon, such as "hopper"; without tables, it takes the efficiencies of that generation."""
     memory: Size
     """Bytes that the driver reports."""
     reserve: Size = Size(0)
@@ -105,6 +109,11 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     tables: dict[str, str] = msgspec.field(default_factory=dict)
     """By operator: the measured table to use, as "GPU/BACKEND". Operators without a table use the roofline. A key
     "OPERATOR.DTYPE" is for one dtype alone."""
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Generations whose efficiencies apply to this GPU, nearest first; empty if none does."""
+        return (self.generation, *self.roofline.like) if self.generation else ()
 
     @property
     def usable_memory(self) -> float:

@@ -1,18 +1,24 @@
-"""Define the tiers of a figure: measured, composed of measured operators, or a datasheet's roofline."""
+"""Define the tiers of a figure: measured, composed of measured operators, scaled from another GPU, or a roofline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import msgspec
 
-Tier = Literal["measured", "composed", "roofline"]
-"""measured: this model was timed on this hardware. composed: computed from measured operators. roofline:
-computed from a datasheet's peak and an assumed efficiency."""
+Tier = Literal["measured", "composed", "scaled", "roofline"]
+"""measured: this model was timed on this hardware. composed: computed from measured operators. scaled: computed
+from operators that were measured on other GPUs, in proportion to datasheets. roofline: computed from a datasheet's
+peak and an assumed efficiency."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers, the most reliable first."""
+
+
+def datasheet_share(tiers: Mapping[Tier, float] | Mapping[str, float]) -> float:
+    """Return the share of seconds that rest on a datasheet: scaled ones and rooflines."""
+    return tiers.get("scaled", 0.0) + tiers.get("roofline", 0.0)
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,14 +38,19 @@ DEFAULT = "the default"
 def assumed_of(
     cluster: ClusterConfig, lengths: LengthsConfig | None, paid: Container[str]
 ) -> list[Assumed]:
-    """Return what the total of a run rests on without being set for it: prices, then links, then lengths.
+    """Return what the total of a run rests on without being set for it: prices, kernels, links, lengths.
 
     Args:
         cluster: the section `[cluster]`.
         lengths: the section `[workload.lengths]`; None if prompts have lengths of their own.
         paid: names of the pools that are paid for.
     """
-    return [*_prices(cluster, paid), *_links(cluster, paid), *_lengths(lengths)]
+    return [
+        *_prices(cluster, paid),
+        *_kernels(cluster, paid),
+        *_links(cluster, paid),
+        *_lengths(lengths),
+    ]
 
 
 def assumed_of_model(model: ModelConfig, dtype: str | None) -> list[Assumed]:
@@ -98,6 +103,17 @@ def price_note(source: str) -> str:
     """Return who asks a list price since when, and whether it is old."""
     old = ", an old price" if is_old(source, datetime.date.today()) else ""
     return f"{source.partition(' (')[0]}{old}"
+
+
+def _kernels(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
+    for name, pool in cluster.pools.items():
+        gpu = load_gpu(pool.gpu)
+        if name in paid and gpu.alike and not gpu.tables:
+            yield Assumed(
+                key=pool_key(name, "gpu"),
+                text=f"kernels of {name} as on measured GPUs, in proportion to datasheets",
+                source="profiles/efficiency",
+            )
 
 
 def _links(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:

@@ -14,12 +14,12 @@ from typing import assert_never
 import msgspec
 
 from streamrl.engine.trace import Trace
-from streamrl.hardware.tiers import Tier
+from streamrl.hardware.efficiency import scaled_errors
+from streamrl.hardware.tiers import TIERS, Tier, datasheet_share
 from streamrl.record.attribution import SidesAttribution
 from streamrl.record.uncertainty import MOST_UNMEASURED, OPERATION_OF_ACTIVITY
 from streamrl.runfile.formatting import OptionalInterval, format_share, listing
 
-TIERS: tuple[Tier, ...] = ("measured", "composed", "roofline")
 MEASURED, ROOFLINE = (0.89, 1.11), (0.70, 3.00)
 """Lowest and highest ratio of true to simulated seconds."""
 UNCHECKED = 0.32
@@ -75,11 +75,18 @@ def factors_of(tier: Tier, p90: Iterable[float]) -> tuple[float, float]:
             return MEASURED
         case "roofline":
             return ROOFLINE
+        case "scaled":
+            errors = scaled_errors()
+            return _within(max(errors.decode.p90, errors.training.p90))
         case "composed":
-            widest = max(p90, default=UNCHECKED)
-            return 1 / (1 + widest), 1 / (1 - widest)
+            return _within(max(p90, default=UNCHECKED))
         case _:
             assert_never(tier)
+
+
+def _within(error: float) -> tuple[float, float]:
+    """Return the lowest and highest true value of a prediction of 1 whose relative error is at most `error`."""
+    return 1 / (1 + error), 1 / (1 - error)
 
 
 def bounds_of(p90: Iterable[float], unchecked: Sequence[str]) -> list[float]:
@@ -103,8 +110,22 @@ def model_error_of(
     return ModelError(
         low=low,
         high=high,
-        datasheet_share=tiers.get("roofline", 0.0),
+        datasheet_share=datasheet_share(tiers),
         unchecked=list(unchecked),
+    )
+
+
+def mixed_basis(shares: Mapping[str, float]) -> str:
+    """Return that plans which are compared do not rest on datasheets to the same degree; "" if they do.
+
+    Args:
+        shares: by plan, the share of its seconds that rest on a datasheet.
+    """
+    if not shares or max(shares.values()) - min(shares.values()) <= MOST_UNMEASURED:
+        return ""
+    told = [f"{format_share(share, 0)} of {name}" for name, share in shares.items()]
+    return (
+        f"measured GPUs are compared with datasheets: seconds from datasheets are {listing(told)}"
     )
 
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from streamrl.engine.trace import Trace
+from streamrl.hardware.tiers import datasheet_share
 from streamrl.record.attribution import UNDERFILLED, SidesAttribution
 from streamrl.runfile.formatting import format_share
 
@@ -89,7 +90,7 @@ def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | No
 
 def unmeasured_warning(tiers: Mapping[str, float]) -> str:
     """Return a warning if over `MOST_UNMEASURED` of the busy seconds come from datasheets alone, else ""."""
-    share = tiers.get("roofline", 0.0)
+    share = datasheet_share(tiers)
     if share <= MOST_UNMEASURED:
         return ""
     return f"{format_share(share, 0)} {GUESS}"

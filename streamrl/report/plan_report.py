@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.record.band import ends_of
+from streamrl.record.band import ends_of, mixed_basis
 from streamrl.record.uncertainty import unshared_error
 from streamrl.report.next_steps import differing
 from streamrl.report.run_tables import basis_of, dollars_text, fact_lines, headline, time_text
@@ -107,6 +107,7 @@ def plan_report(plan: Plan, *, intervals: bool = False, details: bool = False) -
         parts += [_indented(plan.allocation.text)]
     else:
         parts += [Text(), _options(plan, intervals=intervals), *_left_out(plan)]
+        parts += [_indented(basis)] if (basis := basis_of_options(plan)) else []
     parts += [Text(), Text("why", style="bold"), _listed(why_lines(plan))]
     parts += _details(plan, intervals=intervals) if details else []
     if terms := terms_text([plan.allocation.text, *(each.text for each in plan.options)]):
@@ -363,6 +364,14 @@ def _options(plan: Plan, *, intervals: bool = False) -> Table:
             Text("\n").join(_option_lines(plan, option)),
         )
     return _with_whole_figures(table)
+
+
+def basis_of_options(plan: Plan) -> str:
+    """Return which options rest on datasheets, if others rest on measured tables; empty if all are alike."""
+    errors = {f"option {each.number}": each.choice.model_error for each in plan.options}
+    return mixed_basis(
+        {name: error.datasheet_share for name, error in errors.items() if error is not None}
+    )
 
 
 def _option_lines(plan: Plan, option: PlanOption) -> Iterator[Text]:

@@ -122,7 +122,11 @@ def generation_notes(curves: Sequence[GenerationCurve]) -> list[str]:
         )
     for curve in curves:
         shares = curve.provenance.shares
-        marks = {"roofline": "roofline (unmeasured)", "composed": "composed of measured operators"}
+        marks = {
+            "composed": "composed of measured operators",
+            "scaled": "scaled from other GPUs (unmeasured)",
+            "roofline": "roofline (unmeasured)",
+        }
         parts = [f"{share:.0%} {marks.get(tier, tier)}" for tier, share in shares.items()]
         notes.append(f"{curve.gpu}: seconds are {', '.join(parts)}; sources:")
         notes += [f"  {source}" for source in curve.provenance.sources]

@@ -334,8 +334,8 @@ def format_figure(name: str, value: float, band: OptionalInterval = None) -> str
 
 
 def format_tiers(tiers: Mapping[str, float]) -> str:
-    """Return the sources of the seconds; a roofline share is called unmeasured."""
-    marks = {"roofline": " (unmeasured)"}
+    """Return the sources of the seconds; shares that rest on a datasheet are called unmeasured."""
+    marks = {"scaled": " from other GPUs (unmeasured)", "roofline": " (unmeasured)"}
     return ", ".join(
         f"{format_share(share, 0)} {tier}{marks.get(tier, '')}"
         for tier, share in tiers.items()

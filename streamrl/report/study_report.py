@@ -299,7 +299,7 @@ def read_study(path: Path, name: str) -> RecordedStudy:
 
 
 def _read_tiers(path: Path) -> dict[str, float]:
-    """Return the means of columns tiers.measured, tiers.composed and tiers.roofline over all rows."""
+    """Return the means of columns tiers.TIER over all rows."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

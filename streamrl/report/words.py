@@ -47,6 +47,7 @@ ENDS = {"stop": "ended by itself", "length": "cut off"}
 TIERS = {
     "measured": "this model was timed on this hardware",
     "composed": "put together from operators, training runs and transfers that were measured",
+    "scaled": "unmeasured: measured on other GPUs, in proportion to datasheets",
     "roofline": "unmeasured: from the datasheet's peak and an assumed efficiency",
 }
 SYSTEMS = {
@@ -176,7 +177,7 @@ def tiers_text(tiers: Mapping[str, float] | None) -> str:
     """Return the sources of seconds: "97 % composed, 3 % unmeasured"."""
     if tiers is None:
         return "tiers not recorded"
-    names = {"roofline": "unmeasured"}
+    names = {"scaled": "scaled from other GPUs", "roofline": "unmeasured"}
     found = [f"{percent(s)} {names.get(tier, tier)}" for tier, s in tiers.items() if s > 0.0005]
     return ", ".join(found)
 

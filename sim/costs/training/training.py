@@ -6,20 +6,24 @@ first of these that is available:
 1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline)
 2. the terms of `streamrl.sim.costs.training.layer`, fitted to published training in
    profiles/measured/training.toml, if it has the GPU and the dtype
-3. the GPU's own assumed `training_efficiency` (tier roofline)
+3. the same terms with the mean rates of a similar generation, as shares of the peak, if the GPU has
+   no tables at all (tier scaled)
+4. the GPU's own assumed `training_efficiency` (tier roofline)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil, inf, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
+from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.memory import ModelState, model_state
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.nvme import swap_time
+from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -202,7 +206,11 @@ def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, 
             Provenance.of("roofline", [source]),
         )
     profile = load_training_profile()
-    rate, rates = profile.gemm.get(name), rates_of(profile, ranks.computes_in)
+    wide, rates = rates_of(profile, "bfloat16"), rates_of(profile, ranks.computes_in)
+    if not ranks.gpu.tables:
+        wide = with_typical(wide, name, "bfloat16")
+        rates = with_typical(rates, name, ranks.computes_in)
+    rate = wide.gemm.get(name)
     if rate is None or name not in rates.gemm or BYTES[ranks.dtype] != MEASURED_BYTES:
         assumed = ranks.gpu.roofline.training_efficiency
         source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
@@ -266,6 +274,55 @@ def rates_of(profile: TrainingProfile, dtype: str) -> Rates:
             return Rates({}, {})
 
 
+def with_typical(rates: Rates, gpu: str, dtype: str) -> Rates:
+    """Return rates with an entry for a GPU without tables, from the first similar generation that has rates."""
+    own = load_gpu(gpu)
+    for generation in own.alike:
+        donors = donors_of(rates, (generation,))
+        if donors and dtype in own.flops:
+            return rates_from(rates, donors, gpu, dtype)
+    return rates
+
+
+def donors_of(rates: Rates, generations: Sequence[str], left_out: str = "") -> list[str]:
+    """Return the GPUs of some generations whose products and training were measured, without one GPU."""
+    return [
+        name
+        for name, rate in rates.gemm.items()
+        if rate.tier == "composed" and load_gpu(name).generation in generations
+        if name != left_out and load_gpu(name).tables["gemm"].startswith(f"{name}/")
+    ]
+
+
+def rates_from(rates: Rates, donors: Sequence[str], gpu: str, dtype: str) -> Rates:
+    """Return rates whose entry for a GPU is the geometric mean of the donors' rates, scaled to its peak."""
+    shares = [load_gpu(gpu).flops[dtype] / load_gpu(name).flops[dtype] for name in donors]
+    source = f"rates of {', '.join(donors)}, in proportion to datasheets; no training was measured on {gpu}"
+    gemm = [rates.gemm[name] for name in donors]
+    experts = [rates.experts[name] for name in donors]
+    product = GemmRate(
+        flops=_mean([rate.flops * share for rate, share in zip(gemm, shares, strict=True)]),
+        tokens=_mean([rate.tokens for rate in gemm]),
+        columns=_mean([rate.columns for rate in gemm]),
+        rows=_mean([rate.rows for rate in gemm]),
+        tier="scaled",
+        source=source,
+    )
+    expert = ExpertRate(
+        flops=_mean([rate.flops * share for rate, share in zip(experts, shares, strict=True)]),
+        tokens=_mean([rate.tokens for rate in experts]),
+        width=_mean([rate.width for rate in experts]),
+        tier="scaled",
+        source=source,
+    )
+    return rates._replace(gemm={**rates.gemm, gpu: product}, experts={**rates.experts, gpu: expert})
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the geometric mean."""
+    return prod(values) ** (1 / len(values))
+
+
 def _checked(
     profile: TrainingProfile, rates: Rates, gpu: str, *, is_mixture: bool
 ) -> tuple[list[str], float | None, float | None]:
@@ -273,14 +330,16 @@ def _checked(
     kind = rates.kinds.get(is_mixture)
     if kind is None:
         text = f"training fitted on steps in 16 bits ({profile.source}); mixtures in fp8 unmeasured"
-        sources = (text, rates.gemm[gpu].source, rates.experts[gpu].source)
-        return ["; ".join(sources)], None, None
+        parts = (text, rates.gemm[gpu].source, rates.experts[gpu].source)
+        return ["; ".join(parts)], None, None
     found = profile.held_out[kind]
     fitted = (
         f"training fitted on {profile.rows} published steps ({profile.source}, {profile.licence}); "
         f"{kind} models left out: {found.median:.1%} in median, {found.p90:.1%} at p90"
     )
     own = [rates.gemm[gpu].source, *([rates.experts[gpu].source] if is_mixture else [])]
+    sources = [f"{fitted}; {'; '.join(own)}"]
+    if rates.gemm[gpu].tier == "scaled":
+        return sources, scaled_errors().training.median, None
     is_known = rates.gemm[gpu].tier == "composed"
-    errors = (found.median, found.p90) if is_known else (None, None)
-    return [f"{fitted}; {'; '.join(own)}"], *errors
+    return sources, *((found.median, found.p90) if is_known else (None, None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from streamrl.hardware.tiers import Tier
+from streamrl.hardware.tiers import Tier, datasheet_share
 from streamrl.record.band import UNCHECKED, bounds_of, factors_of, model_error_of
 from streamrl.report.words import percent
 from streamrl.runfile.formatting import listing
@@ -18,6 +18,10 @@ REASONS: dict[Tier, str] = {
     "composed": (
         "Nine in ten published steps of models that no fit saw are predicted within {errors} "
         "(`streamrl validate serving`, `streamrl validate training`); the widest is taken for all."
+    ),
+    "scaled": (
+        "Measured GPUs whose tables were hidden are predicted within this range from GPUs of other generations, in "
+        "nine of ten steps (`python benchmarks/derive_efficiency.py`)."
     ),
     "roofline": (
         "No GPU beats its datasheet, and 0.7 is the efficiency that is assumed. Where seconds are known both ways, "
@@ -83,7 +87,7 @@ class Band:
     @property
     def unmeasured(self) -> float:
         """Return the share of busy seconds that come from a datasheet alone."""
-        return (self.tiers or {}).get("roofline", 0.0)
+        return datasheet_share(self.tiers or {})
 
     @property
     def is_known(self) -> bool:

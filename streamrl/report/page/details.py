@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
+from streamrl.hardware.tiers import TIERS as COST_TIERS
 from streamrl.record.attribution import BUSY, IDLE
-from streamrl.record.band import TIERS as COST_TIERS
 from streamrl.record.band import ends_of
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.page import band
