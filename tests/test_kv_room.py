@@ -60,7 +60,10 @@ def test_an_engine_without_logs_has_the_assumed_memory() -> None:
 def test_nemo_rl_keeps_memory_for_the_rollouts_that_vllm_allows() -> None:
     table = make_table({})
     del table["rollout"]["max_running"]
-    plain, nemo = (make_run({**table, "framework": framework}) for framework in ({}, NEMO))
+    turns = {**table, "policies": {"system": "disaggregated"}}
+    plain, nemo = (make_run({**turns, "framework": framework}) for framework in ({}, NEMO))
     assert (plain.rollout.max_running, nemo.rollout.max_running) == (256, 1024)
+    ahead = make_run({**table, "policies": {"system": "one-step-async"}, "framework": NEMO})
+    assert ahead.rollout.max_running == 128  # its asynchronous engine has another default
     assert small_run({"framework.name": "nemo-rl"}).rollout.max_running != 1024  # it states its own
     assert kv_capacity(resolve(nemo).replica) < kv_capacity(resolve(plain).replica)

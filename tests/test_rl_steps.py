@@ -7,14 +7,25 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.record.metrics import measure
 from streamrl.record.uncertainty import uncertainty_of, unmeasured_warning, unshared_error
+from streamrl.runfile.files import make_run
 from streamrl.sim.costs.overheads import decode_errors, load_engine
-from streamrl.sim.fidelity.published_rows import Evidence, Row
-from streamrl.sim.fidelity.rl_steps import PUBLISHED, _choices, _scaled, _simulated, phase_seconds
+from streamrl.sim.fidelity import rl_steps
+from streamrl.sim.fidelity.published_rows import Evidence, Row, summarise
+from streamrl.sim.fidelity.rl_steps import (
+    PhaseSeconds,
+    Published,
+    _choices,
+    _simulated,
+    load_published,
+    phase_seconds,
+)
 from streamrl.sim.fidelity.scorecard import LIMITS, sections, write_history
 from streamrl.sim.world import simulate
+from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run
 
 ROW = Row(
@@ -26,6 +37,8 @@ ROW = Row(
     predicted=(9.0, 9.0),
     source="a page",
 )
+PUBLISHED = {step.name: step for step in load_published()}
+SMALL = [name for name in PUBLISHED if "R1-Distill-Qwen-1.5B" in name]
 MOST = 0.12
 """By which a stage of the two published steps of a 1.5B may be off."""
 
@@ -48,18 +61,78 @@ def test_stages_of_a_colocated_step_follow_each_other_and_fill_it() -> None:
     assert min(found[:4]) > 0
 
 
-@pytest.mark.parametrize("step", PUBLISHED[:2], ids=["RLinf", "verl"])
-def test_the_two_steps_of_a_small_model_are_met_stage_by_stage(step) -> None:  # type: ignore[no-untyped-def]
-    times = [_simulated(step, choice) for choice in _choices(step)]
+@pytest.mark.parametrize("name", SMALL)
+def test_the_two_steps_of_a_small_model_are_met_stage_by_stage(name: str) -> None:
+    step = PUBLISHED[name]
+    times = [one.seconds for choice in _choices(step) if (one := _simulated(step, choice))]
+    assert len(times) == 4
     for stage, seconds in step.stages.items():
-        ours = [getattr(one, stage) for one in times]
+        ours = [one[stage] for one in times]
         assert min(ours) <= seconds * (1 + MOST), stage
         assert max(ours) >= seconds * (1 - MOST), stage
 
 
 def test_lengths_are_scaled_to_the_published_mean_once_they_are_cut_off() -> None:
-    (first, *_), (second, *_) = (_scaled(step).values() for step in PUBLISHED[:2])
+    first, second = (rl_steps._scale(PUBLISHED[name], {}) for name in SMALL)
     assert first < second  # 13,975 and 14,255 tokens in mean
+
+
+def test_every_published_step_is_a_run_file_and_states_its_source() -> None:
+    assert len(PUBLISHED) == len(load_published()) >= 52
+    for step in PUBLISHED.values():
+        run = make_run(step.table)
+        assert step.source and step.note and step.stages
+        assert step.stages.keys() <= {*PhaseSeconds._fields}
+        assert {*step.fitted} <= {*PhaseSeconds._fields}
+        gpus = run.trainer.num_gpus
+        if step.most_ahead:
+            gpus += run.rollout.num_gpus
+        (pool,) = run.cluster.pools.values()
+        assert gpus <= pool.num_gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "partition"),
+    [
+        ("NeMo-RL 0.5: Qwen3-32B on 32 H100, on policy", "h100, dense, in turns"),
+        ("NeMo-RL 0.5: Qwen3-32B on 64 H100, 1 step off", "h100, dense, overlapping"),
+        ("NeMo-RL 0.6: DeepSeek-V3 on 128 GB200, on policy", "gb200, mixture, in turns"),
+    ],
+)
+def test_errors_are_summarised_by_gpu_kind_of_model_and_timing(name: str, partition: str) -> None:
+    assert PUBLISHED[name].partition == partition
+
+
+@pytest.mark.parametrize("name", ["NeMo-RL 0.5: Qwen3-30B-A3B on 32 H100, 1 step off"])
+def test_lengths_have_the_published_mean_whatever_their_shape(name: str) -> None:
+    step = PUBLISHED[name]
+    choices = list(rl_steps._choices(step))
+    assert len(choices) == 2
+    for choice in choices:
+        run = rl_steps._run(step.table, choice)
+        draws = SimulatedWorkload(run).draw(0, 500)
+        lengths = [min(each, run.rollout.max_tokens) for draw in draws for each in draw.lengths]
+        assert sum(lengths) / len(lengths) == pytest.approx(step.mean_tokens, rel=0.03)
+
+
+def test_a_step_that_our_memory_model_refuses_is_predicted_with_recomputation_and_says_so() -> None:
+    step = PUBLISHED["NeMo-RL 0.5: Qwen3-30B-A3B on 32 H100, on policy"]
+    assert rl_steps.REFUSED not in _note(step)
+    assert rl_steps.REFUSED in _note(_with_passes(step, 30_000))
+    with pytest.raises(ValueError, match="our memory model refuses it"):
+        _note(_with_passes(step, 200_000))
+
+
+def _with_passes(step: Published, tokens: int) -> Published:
+    trainer = {**step.table["trainer"], "max_tokens_per_pass": tokens}
+    return replace(step, table={**step.table, "trainer": trainer})
+
+
+def _note(step: Published) -> str:
+    """Return the note of a step's row."""
+    found = [rl_steps._simulated(step, choice) for choice in rl_steps._choices(step)]
+    (row,) = rl_steps._stage_rows(step, found)
+    return row.note
 
 
 # Errors -------------------------------------------------------------------------------------------
@@ -68,15 +141,23 @@ def test_lengths_are_scaled_to_the_published_mean_once_they_are_cut_off() -> Non
 def test_a_row_with_unknown_inputs_is_off_by_what_its_middle_is() -> None:
     published, predicted = (10.0, 10.0), (5.0, 80.0)
     made = [
-        Row(**{**_fields(ROW), "published": published, "predicted": predicted}),
-        Row(**{**_fields(ROW), "published": predicted, "predicted": published}),
+        replace(ROW, published=published, predicted=predicted),
+        replace(ROW, published=predicted, predicted=published),
     ]
     assert [row.error for row in made] == pytest.approx([1.0, -0.5])
     assert [row.width for row in made] == pytest.approx([15.0, 0.0])
 
 
+def test_a_published_figure_is_in_the_band_of_its_prediction_or_it_is_not() -> None:
+    bands: list[tuple[float, float] | None] = [(8.0, 9.9), (8.0, 10.0), None, (10.1, 11.0)]
+    rows = [replace(ROW, band=band) for band in bands]
+    assert [row.is_in_band for row in rows] == [False, True, None, False]
+    assert summarise(rows).in_band == pytest.approx(1 / 3)
+    assert summarise(rows[2:3]).in_band is None
+
+
 def test_a_fitted_row_is_judged_without_its_model() -> None:
-    row = Row(**{**_fields(ROW), "left_out": 12.0})
+    row = replace(ROW, left_out=12.0)
     assert row.error == pytest.approx(0.2)
     assert ROW.error == pytest.approx(-0.1)
 
@@ -126,13 +207,13 @@ def test_an_engine_answers_for_gpus_that_it_was_measured_on_and_others_for_the_r
 
 def test_the_page_has_each_group_with_its_errors_and_what_cannot_be_predicted() -> None:
     lines = list(sections({"training": [ROW]}))
-    assert "| a framework | 1 | 10.0% | 10.0% | -10.0% | 0% |" in lines
+    assert "| a framework | 1 | 10.0% | 10.0% | -10.0% | 0% |  |" in lines
     assert all(f"- {limit}" in lines for limit in LIMITS)
 
 
 def test_the_page_begins_with_rows_that_nothing_was_fitted_to() -> None:
-    fitted = Row(**{**_fields(ROW), "is_fitted": True})
-    lines = list(sections({"training": [fitted, Row(**{**_fields(fitted), "left_out": 8.0}), ROW]}))
+    fitted = replace(ROW, is_fitted=True)
+    lines = list(sections({"training": [fitted, replace(fitted, left_out=8.0), ROW]}))
     found = [line for line in lines if line.split(" | ")[0][2:] in get_args(Evidence)]
     assert [line.split(" | ")[0] for line in found] == ["| not fitted", "| left out", "| in sample"]
     assert [line.split(" | ")[3] for line in found] == ["10.0%", "20.0%", "10.0%"]
@@ -148,7 +229,3 @@ def test_the_history_has_a_line_a_commit(tmp_path: Path) -> None:
     assert [line["commit"] == "abc" for line in lines] == [True, False]
     assert lines[0]["serving_median"] == "0.5" and lines[1]["serving_median"] == ""
     assert lines[1]["training_median"] == "0.1000" and lines[1]["paper_figure-8"] == "0.1000"
-
-
-def _fields(row: Row) -> dict[str, object]:
-    return {name: getattr(row, name) for name in row.__struct_fields__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import sqrt
+from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     published: tuple[float, float]
     predicted: tuple[float, float]
+    band: tuple[float, float] | None = None
+    """Ends of the band that a report shows for the prediction; None for what has no band."""
     is_fitted: bool = False
     """Whether constants of the prediction were fitted to rows of this shape."""
     left_out: float | None = None
@@ -58,6 +61,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.predicted) / min(self.predicted) - 1
 
     @property
+    def is_in_band(self) -> bool | None:
+        """Return whether the published figure is in the band of the prediction; None without a band."""
+        return self.band and self.band[0] <= middle(self.published) <= self.band[1]
+
+    @property
     def evidence(self) -> Evidence:
         """Return whether a constant was fitted to the row's source, and how the row is judged then."""
         if not self.is_fitted:
@@ -76,17 +84,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the signed errors."""
     width: float
     """Median of the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
+    in_band: float | None = None
+    """Share of the published figures that are in the bands of their predictions, of those with a band."""
 
 
 def summarise(rows: Sequence[Row]) -> Summary:
     """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])
+    in_band = [row.is_in_band for row in rows if row.is_in_band is not None]
     return Summary(
         rows=len(rows),
         median=float(np.median(abs(errors))),
         p90=float(np.quantile(abs(errors), 0.9)),
         bias=float(np.median(errors)),
         width=float(np.median([row.width for row in rows])),
+        in_band=fmean(in_band) if in_band else None,
     )
 
 
@@ -102,12 +114,13 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
     """Lay out the errors of each group and of all rows for the terminal."""
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("group")
-    for name in ("rows", "median", "p90", "bias", "range"):
+    for name in ("rows", "median", "p90", "bias", "range", "in band"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
         width = f"{found.width:.0%}" if found.width > 0 else ""
-        figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", width
+        in_band = "" if found.in_band is None else f"{found.in_band:.0%}"
+        figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", width, in_band
         table.add_row(name, str(found.rows), *figures)
     return table
 

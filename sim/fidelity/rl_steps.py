@@ -38,6 +38,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import PROFILES, load_model
 from streamrl.hardware.resolved import resolve
+from streamrl.record.metrics import measure
 from streamrl.record.steady_state import START
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -112,8 +113,8 @@ def phase_seconds(trace: Trace) -> PhaseSeconds:
     )
 
 
-IN_TURNS, OVERLAPPING = 3, 6
-"""Simulated steps if generation and training take turns, and if they overlap."""
+IN_TURNS = 3
+"""Simulated steps if generation and training take turns."""
 SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
 """Tokens that no output reaches, and the number of prompts for a mean length."""
 LENGTHS = "r1-distill-aime"
@@ -152,12 +153,21 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         run = make_run(self.table)
         gpu = run.cluster.pools[run.rollout.pool].gpu
         kind = "dense" if load_model(run.model).experts is None else "mixture"
-        return f"{gpu}, {kind}, {'overlapping' if self.overlaps else 'in turns'}"
+        return f"{gpu}, {kind}, {'overlapping' if self.most_ahead else 'in turns'}"
 
     @property
-    def overlaps(self) -> bool:
-        """Whether generation and training run at the same time."""
-        return choose_system(make_run(self.table).policies).staleness_bound > 0
+    def most_ahead(self) -> int:
+        """Steps that generation may be ahead of training; 0 if they take turns."""
+        return choose_system(make_run(self.table).policies).staleness_bound
+
+
+class Simulated(NamedTuple):
+    """Our seconds of a published step, for one combination of inputs."""
+
+    seconds: dict[str, float]
+    """By published stage."""
+    band: tuple[float, float]
+    """Lowest and highest seconds of a step with the model error."""
 
 
 def load_published() -> list[Published]:
@@ -239,22 +249,26 @@ def _choices(step: Published) -> Iterator[dict[str, Any]]:
         yield {**choice, "workload.lengths.scale": _scale(step, choice)}
 
 
-def _simulated(step: Published, choice: dict[str, Any]) -> dict[str, float] | None:
+def _simulated(step: Published, choice: dict[str, Any]) -> Simulated | None:
     """Return the seconds of the published stages for one combination of inputs; None if our memory model refuses it."""
-    steps = OVERLAPPING if step.overlaps else IN_TURNS
+    ahead = step.most_ahead
+    steps = START + 3 + 4 * ahead if ahead else IN_TURNS
     run = _run(step.table, {**choice, "algorithm.steps": steps})
     try:
         trace = simulate(run)
     except RunError:
         return None
-    seconds = {"step": step_seconds(trace)} if step.overlaps else phase_seconds(trace)._asdict()
-    return {stage: seconds[stage] for stage in step.stages}
+    seconds = {"step": step_seconds(trace, ahead)} if ahead else phase_seconds(trace)._asdict()
+    error = measure(trace).model_error
+    assert error is not None, "the run was simulated"
+    ends = (seconds["step"] * error.low, seconds["step"] * error.high)
+    return Simulated({stage: seconds[stage] for stage in step.stages}, ends)
 
 
-def step_seconds(trace: Trace) -> float:
-    """Return the mean time from version to version without the first `START` steps."""
+def step_seconds(trace: Trace, most_ahead: int) -> float:
+    """Return the mean time from version to version, without the steps that use up the first batches in advance."""
     ended = [time for time, event, _ in trace.entries if isinstance(event, Stepped)]
-    return float(np.diff(ended[START:]).mean())
+    return float(np.diff(ended[START + 2 * most_ahead :]).mean())
 
 
 def _run(table: dict[str, Any], changes: Mapping[str, Any]) -> Run:
@@ -329,7 +343,7 @@ def _generated(model: str, degree: int) -> float:
     return generate_batch(run, Costs.load(run), batch)[-1].time
 
 
-def _stage_rows(step: Published, found: Sequence[dict[str, float] | None]) -> Iterator[Row]:
+def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[Row]:
     """Yield a row for each published stage from the combinations of inputs that our memory model lets run.
 
     Raises:
@@ -341,8 +355,9 @@ def _stage_rows(step: Published, found: Sequence[dict[str, float] | None]) -> It
         times, note = [each for each in again if each is not None], f"{note}; {REFUSED}"
     if not times:
         raise ValueError(f"{step.name}: our memory model refuses it")
+    band = min(one.band[0] for one in times), max(one.band[1] for one in times)
     for stage, seconds in step.stages.items():
-        ours = [one[stage] for one in times]
+        ours = [one.seconds[stage] for one in times]
         yield Row(
             name=f"{step.name}: {stage}",
             group=f"whole steps: {step.partition}"
@@ -352,6 +367,7 @@ def _stage_rows(step: Published, found: Sequence[dict[str, float] | None]) -> It
             unit="s",
             published=(seconds, seconds),
             predicted=(min(ours), max(ours)),
+            band=band if stage == "step" else None,
             is_fitted=stage in step.fitted,
             note=note,
             source=step.source,

@@ -36,6 +36,7 @@ HOW_TO_READ = (
     "- *bias* is the median of signed errors;",
     "- *range*: if an input is unknown, the prediction is a range, and its error is that of the geometric middle. The column",
     "  shows how wide the range is. No such row counts as exact.",
+    "- *in band*: the share of published figures that are in the band which reports show for the prediction.",
     "- *not fitted*: no constant was fitted to these rows. Read their errors first.",
     "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model. Rows of the same",
     "  source stay in the fit, so errors on a new source can be larger.",
@@ -82,8 +83,8 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
         )
         yield from (
             "",
-            "| group | rows | median | p90 | bias | range |",
-            "|---|---|---|---|---|---|",
+            "| group | rows | median | p90 | bias | range | in band |",
+            "|---|---|---|---|---|---|---|",
         )
         for group, some in (*grouped(rows).items(), ("all", rows)):
             yield f"| {group} | {_figures(summarise(some))} |"
@@ -105,8 +106,11 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """Yield the errors of each set of published rows, rows without a fit first, and how to read the tables."""
     if sets:
-        yield from ("", "| rows | published | number | median error | p90 | bias | range |")
-        yield "|---|---|---|---|---|---|---|"
+        yield from (
+            "",
+            "| rows | published | number | median error | p90 | bias | range | in band |",
+        )
+        yield "|---|---|---|---|---|---|---|---|"
     for evidence in get_args(Evidence):
         for name, rows in sets.items():
             some = [row for row in rows if row.evidence == evidence]
@@ -119,7 +123,8 @@ def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 def _figures(found: Summary) -> str:
     """Return the cells of a summary."""
     errors = f"{found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%}"
-    return f"{found.rows} | {errors} | {found.width:.0%}"
+    in_band = "" if found.in_band is None else f"{found.in_band:.0%}"
+    return f"{found.rows} | {errors} | {found.width:.0%} | {in_band}"
 
 
 def stamp() -> str:
