@@ -25,6 +25,7 @@ FEWEST_TO_LEAVE_ONE_OUT = 3
 CONSTANTS = {
     "nccl-broadcast": ("s a tensor", "s a byte"),
     "nccl-buckets": ("s a byte",),
+    "nccl-packed": ("s a byte",),
     "checkpoint-engine": ("s", "s a byte", "s an offloaded byte"),
     "nccl-reshard": ("s",),
     "delta": ("s a byte", "s a payload byte"),
@@ -121,7 +122,7 @@ def features(row: Row) -> np.ndarray:
     match row.backend:
         case "nccl-broadcast":
             return np.array([row.num_tensors, row.num_bytes])
-        case "nccl-buckets":
+        case "nccl-buckets" | "nccl-packed":
             return np.array([row.num_bytes])
         case "checkpoint-engine":
             offloaded = 0.0 if row.method.endswith(" update") else row.num_bytes

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -25,7 +24,7 @@ from streamrl.sim.costs.corrections import (
     StatedTime,
     framework_sources,
     own_step_time,
-    own_switch_time,
+    own_switch,
 )
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.training.training import TrainingCosts
@@ -43,14 +42,7 @@ OFFER = Path("examples/plan-7b.toml")
 
 
 def step_time_of(run: Run) -> StatedTime:
-    resolved = resolve(run)
-    size = resolved.model.num_parameters
-    return own_step_time(run.framework, Corrections.of(resolved), run.costs.profile, size)
-
-
-def switch_time_of(run: Run) -> StatedTime:
-    resolved = resolve(run)
-    return own_switch_time(run.framework, resolved.trainer.pool.gpu, resolved.model.num_parameters)
+    return own_step_time(run.framework, Corrections.of(resolve(run)), run.costs.profile)
 
 
 def of_framework(name: str, changes: dict[str, Any] | None = None) -> Run:
@@ -93,7 +85,8 @@ def test_the_page_of_frameworks_has_what_their_files_say() -> None:
     assert {*head} == {*NAMES}
     (steps,) = (row for row in rows if row[0] == "`framework.optimizer_steps`")
     (seconds,) = (row for row in rows if row[0].startswith("seconds of a step"))
-    (switch,) = (row for row in rows if row[0].startswith("seconds of a switch"))
+    (switch,) = (row for row in rows if row[0].startswith("seconds of calls of a switch"))
+    (offload,) = (row for row in rows if row[0].startswith("GB/s of optimizer states"))
     (sends,) = (row for row in rows if row[0].startswith("`sync.backend`"))
     (engines,) = (row for row in rows if row[0] == "`costs.engine`")
     for place, name in enumerate(head, start=1):
@@ -106,23 +99,13 @@ def test_the_page_of_frameworks_has_what_their_files_say() -> None:
         stands_in = ["" if each else "unknown: " for each in (found.step_time, found.switch_time)]
         assert steps[place] == str(filled)
         assert seconds[place] == f"{stands_in[0]}{step.base:g}"
-        assert switch[place] == f"{stands_in[1]}{turn.base:g}, {turn.per_billion:g}"
+        assert switch[place] == f"{stands_in[1]}{turn.base:g}"
+        slow = turn.offload_bandwidth
+        assert offload[place] == ("only without room" if slow is None else f"{slow / 1e9:g}")
         run = of_framework(name)
         unknown = "unknown: " if "sync.backend" in found.unknown else ""
         assert sends[place] == f"{unknown}{run.sync.backend}"
         assert engines[place] == run.costs.engine
-
-
-def test_seconds_of_a_switch_are_the_least_squares_of_what_was_published() -> None:
-    published = {
-        "verl": {7.0: 3.25, 13.0: 3.1, 34.0: 5.3, 70.0: 9.7},
-        "nemo-rl": {8.03: 6.5, 70.55: 14.0},  # 5 and 8 s with the smaller model
-    }
-    for name in ("verl", "nemo-rl"):
-        found = load_framework(name).switch_time  # type: ignore[arg-type]
-        slope, base = np.polyfit([*published[name]], [*published[name].values()], 1)
-        assert found is not None
-        assert (found.per_billion, found.base) == pytest.approx((slope, base), rel=0.02)
 
 
 # What a name fills in -----------------------------------------------------------------------------
@@ -221,12 +204,18 @@ def test_a_frameworks_own_seconds_are_its_files_and_those_of_the_run_file_win() 
     assert TrainingCosts.load(resolve(of_framework("nemo-rl"))).overhead_time == 3.0
     stated = of_framework("verl", {"framework.step_time": "7 s"})
     assert step_time_of(stated).seconds == 7.0
-    run = of_framework("verl")
-    billions = load_model(run.model).num_parameters / 1e9
-    assert switch_time_of(run).seconds == pytest.approx(2.02 + 0.107 * billions)
-    pools = {name: replace(pool, gpu="cpu") for name, pool in run.cluster.pools.items()}
-    on_cpus = replace(run, cluster=replace(run.cluster, pools=pools))
-    assert switch_time_of(on_cpus).seconds == 0.0, "what was published is of GPUs"
+
+
+def test_a_frameworks_own_switch_is_its_files_and_that_of_the_run_file_wins() -> None:
+    found = own_switch(of_framework("nemo-rl").framework, "h100")
+    assert found.seconds == 1.75 and found.per_gpu == load_framework("nemo-rl").switch_time
+    assert "vLLM's sleep" in found.source
+    usual = own_switch(of_framework("slime").framework, "h100")
+    assert usual.per_gpu == load_usual().switch_time and "stand in" in usual.source
+    stated = of_framework("nemo-rl", {"framework.switch_time": "7 s"})
+    assert own_switch(stated.framework, "h100")[:2] == (7.0, None)
+    on_cpus = own_switch(of_framework("verl").framework, "cpu")
+    assert on_cpus[:2] == (0.0, None), "what was published is of GPUs"
 
 
 @pytest.mark.parametrize("name", ["slime", "trl"])
@@ -278,7 +267,12 @@ def test_published_seconds_say_nothing_of_cpus() -> None:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("verl", "nccl-buckets"), ("openrlhf", "nccl-broadcast"), ("trl", "nccl-broadcast")],
+    [
+        ("verl", "nccl-buckets"),
+        ("nemo-rl", "nccl-packed"),
+        ("openrlhf", "nccl-broadcast"),
+        ("trl", "nccl-broadcast"),
+    ],
 )
 def test_a_framework_sends_weights_in_its_own_way_where_that_was_measured(
     name: str, backend: str
@@ -299,7 +293,7 @@ def test_verls_push_of_72b_takes_what_verl_measured() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["nemo-rl", "slime"])
+@pytest.mark.parametrize("name", ["slime"])
 def test_a_sync_that_nobody_measured_is_told_to_be_a_roofline(name: str) -> None:
     run = of_framework(name)
     assert run.sync.backend == "broadcast-tree"

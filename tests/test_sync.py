@@ -16,7 +16,12 @@ from streamrl.hardware.model_shape import ModelShape, linear_layers, lora_parame
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.sim.costs.sync_profiles import load_backend, load_delta, load_transport
+from streamrl.sim.costs.sync_profiles import (
+    load_backend,
+    load_delta,
+    load_hand_over,
+    load_transport,
+)
 from streamrl.sim.costs.weight_sync import Hop, Payload, SyncCosts, TransferTimes, num_tensors
 from tests.runs import small_run
 
@@ -262,7 +267,8 @@ def test_shards_take_as_long_as_the_busiest_of_receiver_sender_and_link(
 
 
 @pytest.mark.parametrize(
-    "name", ["nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"]
+    "name",
+    ["nccl-broadcast", "nccl-buckets", "nccl-packed", "checkpoint-engine", "nccl-reshard"],
 )
 def test_no_measured_backend_is_faster_than_what_the_wires_allow(name: str) -> None:
     tree = sync(IN_ONE_POOL).push_time
@@ -369,7 +375,8 @@ def test_every_transport_and_backend_loads_with_its_source() -> None:
         assert transport.source
         assert 0 < transport.efficiency <= 1
     for path in (PROFILES / "sync").glob("*.toml"):
-        profile = load_delta() if path.stem == "delta" else load_backend(path.stem)
+        load = {"cuda-ipc": load_hand_over}.get(path.stem, load_backend)
+        profile = load_delta() if path.stem == "delta" else load(path.stem)
         assert profile.source
 
 

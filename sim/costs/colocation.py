@@ -6,7 +6,10 @@
   follow.
 - onload: weights of actor, critic and reference and the optimizer states go from host memory to the
   GPU.
-- reshard: every GPU receives the part of its replica's shard that it does not train.
+- reshard: frameworks gather every tensor on every GPU, in buckets, and hand it to the replica there
+  (profiles/sync, CUDA IPC). Each tensor takes calls, and its bytes cross NVLink, or the network if
+  ranks of several nodes share a copy of the weights. If the run file states
+  `framework.switch_time`, a GPU receives only the part of its replica's shard that it does not train.
 - offload: changed weights and optimizer states go to host memory. Gradients are dropped, and the
   reference needs no copy.
 - wake: the received weights are copied into the replica, and quantised if it uses a narrow format.
@@ -18,23 +21,31 @@ same. Sleep copies them to host memory and wake copies them back (level 1 of vLL
 adapters, all of them for each GPU. If adapters are merged, replicas receive whole weights as above.
 
 Data that fits next to the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and
-does not move. Bytes move at datasheet bandwidths. The framework's own calls, for every tensor and
-memory map, take the longest: `framework.switch_time`. Its default comes from the framework or from
-published switches (profiles/frameworks).
+does not move. Some frameworks offload optimizer states in every switch, to pageable memory and at a
+fraction of the host link (`offload_bandwidth` of profiles/frameworks). All other bytes move at
+datasheet bandwidths. The framework's own calls come on top: `framework.switch_time`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamrl.hardware.memory import fullest_stage, model_state, shard_parameters
-from streamrl.hardware.model_shape import BYTES, lora_parameters
+from streamrl.hardware.model_shape import BYTES, linear_layers, lora_parameters
 from streamrl.hardware.precision import is_narrow, quantised_bytes
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Tier
+from streamrl.runfile.frameworks import SwitchSeconds
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
-from streamrl.sim.costs.corrections import Corrections, own_switch_time
-from streamrl.sim.costs.weight_sync import COPY_TRAFFIC, SyncCosts, SyncSide, weight_ranks
+from streamrl.sim.costs.corrections import Corrections, OwnSwitch, own_switch
+from streamrl.sim.costs.sync_profiles import load_hand_over
+from streamrl.sim.costs.weight_sync import (
+    COPY_TRAFFIC,
+    SyncCosts,
+    SyncSide,
+    num_tensors,
+    weight_ranks,
+)
 
 TIER: Tier = "roofline"
 
@@ -59,8 +70,12 @@ class PhaseChange:
     offload_time: float
     reshard_time: float
     wake_time: float
+    num_tensors: int = 0
+    """Tensors that a framework hands over, one by one."""
+    hand_over_time: float = 0.0
+    """Seconds to convert tensors to the checkpoint's format and to load them, in addition to their bytes."""
     switch_time: float
-    """Seconds of the framework's own calls, in addition to moving bytes."""
+    """Seconds of the framework's own calls, in addition to weights and moving bytes."""
     sent_bytes: int
     """Bytes that all GPUs together send in a reshard."""
     sources: tuple[str, ...]
@@ -72,15 +87,18 @@ class PhaseChange:
         Raises:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
-        gpu, size = resolved.trainer.pool.gpu, resolved.model.num_parameters
-        switch_time = own_switch_time(resolved.run.framework, gpu, size).seconds
-        return cls.of(resolved.replica, resolved.trainer, switch_time)
+        own = own_switch(resolved.run.framework, resolved.trainer.pool.gpu)
+        return cls.of(resolved.replica, resolved.trainer, own)
 
     @classmethod
-    def of(
-        cls, replica: ReplicaHardware, trainer: TrainerHardware, switch_time: float
-    ) -> PhaseChange:
-        """Compute the phase change of GPUs that a kind of replica and a trainer share."""
+    def of(cls, replica: ReplicaHardware, trainer: TrainerHardware, own: OwnSwitch) -> PhaseChange:
+        """Compute the phase change of GPUs that a kind of replica and a trainer share.
+
+        Args:
+            replica: one kind of replica.
+            trainer: the trainer.
+            own: what the framework adds.
+        """
         moved = count_moved(replica, trainer)
         num_gpus = max(replica.config.num_gpus, trainer.config.num_gpus)
         side = SyncSide.of(replica.pool, num_gpus)
@@ -90,20 +108,55 @@ class PhaseChange:
         if replica.adapter_rank is None:  # else the weights in the replica's format stay
             quantised = quantised_bytes(replica.model, replica.precision, trainer.dtype)
             quantised /= weight_ranks(replica)
-        return cls(
+        change = cls(
             onload_time=moved.onloaded / side.gpu.host_link,
             offload_time=moved.offloaded / side.gpu.host_link,
             reshard_time=moved.resharded / wire,
-            switch_time=switch_time,
+            switch_time=own.seconds,
             wake_time=(COPY_TRAFFIC * moved.woken + quantised) / memory_bandwidth,
             sent_bytes=round(moved.resharded * replica.config.num_gpus),
             sources=sources,
         )
+        return change if own.per_gpu is None else change._of(own.per_gpu, replica, trainer, side)
+
+    def _of(
+        self,
+        own: SwitchSeconds,
+        replica: ReplicaHardware,
+        trainer: TrainerHardware,
+        side: SyncSide,
+    ) -> PhaseChange:
+        """Return the change as a framework makes it, which gathers whole tensors on every GPU."""
+        num_bytes, count = _handed_over(replica, trainer)
+        ranks = _copy_ranks(trainer.config)
+        gathered = num_bytes * (1 - 1 / ranks)
+        wire = side.gpu.nvlink if ranks <= side.pool.domain else side.rank_bandwidth
+        onload_time, offload_time = self.onload_time, self.offload_time
+        if own.offload_bandwidth is not None:
+            moved = _optimizer_on_gpu(trainer)
+            at_link = moved / side.gpu.host_link
+            onload_time = max(onload_time, at_link)
+            offload_time = moved / own.offload_bandwidth + max(0.0, offload_time - at_link)
+        return replace(
+            self,
+            onload_time=onload_time,
+            offload_time=offload_time,
+            reshard_time=gathered / wire,
+            num_tensors=count,
+            hand_over_time=count * load_hand_over(own.hand_over).tensor_time,
+            sent_bytes=round(gathered * replica.config.num_gpus),
+            sources=(*self.sources, f"profiles/sync/{own.hand_over}.toml"),
+        )
+
+    @property
+    def fill_time(self) -> float:
+        """Seconds of a push apart from bytes between GPUs."""
+        return self.offload_time + self.onload_time + self.hand_over_time + self.switch_time
 
     @property
     def push_time(self) -> float:
         """Seconds from the end of a step until replicas can wake up."""
-        return self.reshard_time + self.offload_time + self.onload_time + self.switch_time
+        return self.fill_time + self.reshard_time
 
     def sync_costs(self) -> SyncCosts:
         """Return the change as a push and a load, the form that traces use.
@@ -114,7 +167,7 @@ class PhaseChange:
         """
         return SyncCosts(
             wire_bytes=self.sent_bytes,
-            fill_time=self.offload_time + self.onload_time + self.switch_time,
+            fill_time=self.fill_time,
             wire_time=self.reshard_time,
             drain_time=0.0,
             load_time=self.wake_time,
@@ -166,6 +219,31 @@ def _trained_shard(trainer: TrainerHardware) -> float:
     parameters = shard_parameters(trainer.model, trainer.config)
     ways = trainer.config.copies if trainer.config.zero == 3 else 1
     return parameters * BYTES[trainer.dtype] / ways
+
+
+def _handed_over(replica: ReplicaHardware, trainer: TrainerHardware) -> tuple[float, int]:
+    """Return the bytes and tensors that every replica loads: all weights, or adapters."""
+    model = replica.model
+    if replica.adapter_rank is not None:
+        adapters = lora_parameters(model, replica.adapter_rank)
+        num_adapted = sum(count for _, _, count in linear_layers(model))
+        return float(adapters * BYTES[replica.adapter_dtype]), 2 * num_adapted
+    return float(model.num_parameters * BYTES[trainer.dtype]), num_tensors(model)
+
+
+def _copy_ranks(trainer: TrainerConfig) -> int:
+    """Return the number of GPUs that share one copy of the weights."""
+    if trainer.zero == 3:
+        return trainer.num_gpus
+    return trainer.pipeline_parallel * max(trainer.tensor_parallel, trainer.expert_ranks)
+
+
+def _optimizer_on_gpu(trainer: TrainerHardware) -> float:
+    """Return the bytes of optimizer states on a GPU; none if they are in host memory for good."""
+    if trainer.config.offload and trainer.num_models == 1:
+        return 0.0
+    state = model_state(trainer.model, trainer.config, trainer.dtype)
+    return trainer.trained_models * state.optimizer
 
 
 def _room_beside_generator(replica: ReplicaHardware) -> float:

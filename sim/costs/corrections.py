@@ -13,7 +13,14 @@ from typing import Literal, NamedTuple
 
 from streamrl.hardware.calibration_file import Calibration, StageName, load_calibration
 from streamrl.hardware.resolved import ResolvedRun
-from streamrl.runfile.frameworks import SYNC_BACKEND, USUAL, framework_of, load_usual, settings_of
+from streamrl.runfile.frameworks import (
+    SYNC_BACKEND,
+    USUAL,
+    SwitchSeconds,
+    framework_of,
+    load_usual,
+    settings_of,
+)
 from streamrl.runfile.simulation_config import FrameworkConfig
 
 
@@ -102,8 +109,18 @@ class StatedTime(NamedTuple):
     source: str
 
 
+class OwnSwitch(NamedTuple):
+    """What a framework takes to switch, beside the bytes on wires, and where that comes from."""
+
+    seconds: float
+    """Its calls."""
+    per_gpu: SwitchSeconds | None
+    """How it hands over weights and offloads; None if the seconds of its calls include all of this."""
+    source: str
+
+
 def own_step_time(
-    framework: FrameworkConfig, corrections: Corrections, profile: str | None, num_parameters: int
+    framework: FrameworkConfig, corrections: Corrections, profile: str | None
 ) -> StatedTime:
     """Return a framework's own seconds per step; published values are for GPU clusters and not for CPUs.
 
@@ -111,7 +128,6 @@ def own_step_time(
         framework: its section of the run file.
         corrections: the calibration.
         profile: `costs.profile`.
-        num_parameters: parameters of the trained model.
     """
     if framework.step_time is None:
         calibrated = corrections.overhead_time
@@ -122,20 +138,24 @@ def own_step_time(
             return StatedTime(0.0, "framework.step_time is none beside what costs.profile measured")
         if corrections.trains_on == "cpu":
             return StatedTime(0.0, "framework.step_time is none on CPUs")
-    return _own_time(framework, "step_time", num_parameters)
+    return _own_time(framework, "step_time")
 
 
-def own_switch_time(framework: FrameworkConfig, gpu: str, num_parameters: int) -> StatedTime:
-    """Return the seconds of a framework's calls to switch between training and generation; 0 on CPUs.
+def own_switch(framework: FrameworkConfig, gpu: str) -> OwnSwitch:
+    """Return what a framework takes to switch between training and generation; nothing on CPUs.
 
     Args:
         framework: its section of the run file.
         gpu: the GPU of the trainer.
-        num_parameters: parameters of the trained model.
     """
     if framework.switch_time is None and gpu == "cpu":
-        return StatedTime(0.0, "framework.switch_time is none on CPUs")
-    return _own_time(framework, "switch_time", num_parameters)
+        return OwnSwitch(0.0, None, "framework.switch_time is none on CPUs")
+    seconds, source = _own_time(framework, "switch_time")
+    if framework.switch_time is not None:
+        return OwnSwitch(seconds, None, source)
+    known = framework_of(framework.name)
+    own = known.switch_time if known is not None else None
+    return OwnSwitch(seconds, own or load_usual().switch_time, source)
 
 
 def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
@@ -165,20 +185,20 @@ def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
     how = framework.unknown.get(DYNAMIC_SAMPLING)
     if how is not None and run.leaves_out_uniform:
         yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
-    corrections, size = Corrections.of(resolved), resolved.model.num_parameters
-    yield own_step_time(run.framework, corrections, run.costs.profile, size).source
+    corrections = Corrections.of(resolved)
+    yield own_step_time(run.framework, corrections, run.costs.profile).source
     if run.policies.shares_gpus:
-        yield own_switch_time(run.framework, corrections.trains_on, size).source
+        yield own_switch(run.framework, corrections.trains_on).source
 
 
-def _own_time(config: FrameworkConfig, name: Figure, num_parameters: int) -> StatedTime:
+def _own_time(config: FrameworkConfig, name: Figure) -> StatedTime:
     key, stated = f"framework.{name}", getattr(config, name)
     if stated is not None:
         return StatedTime(stated, f"run file: {key} = {stated:.3g} s")
     framework = framework_of(config.name)
     usual = getattr(load_usual(), name)
     known = None if framework is None else getattr(framework, name)
-    seconds = (known or usual).of(num_parameters)
+    seconds = (known or usual).base
     if framework is None:
         return StatedTime(seconds, f"{key} {seconds:.3g} s, {FOLDER}/{USUAL}.toml: {usual.source}")
     if known is None:

@@ -172,8 +172,7 @@ class MachineCosts:
             link=resolved.link,
             is_over_ray=run.execute.launcher == "ray",
         )
-        size = resolved.model.num_parameters
-        overhead = own_step_time(run.framework, corrections, str(path), size)
+        overhead = own_step_time(run.framework, corrections, str(path))
         fit = fit_decode(profile.decode, most_running(resolved.replica))
         return cls(
             decode=DecodeCurve(

@@ -60,6 +60,20 @@ class SyncBackend(ProfileTable, frozen=True, kw_only=True):
         return self.setup_time + num_tensors * self.tensor_time + offload
 
 
+class HandOver(ProfileTable, frozen=True, kw_only=True):
+    """How replicas get weights from the trainer ranks on their own GPUs."""
+
+    name: str
+    source: str
+    date: datetime.date
+    fitted_to: list[str]
+    tensor_time: Duration
+    """Seconds for each tensor: gather, convert to the checkpoint's format, load."""
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
 class Delta(ProfileTable, frozen=True, kw_only=True):
     """Costs to find and pack the values that a step changed."""
 
@@ -88,6 +102,12 @@ def load_transport(name: str) -> Transport:
 def load_backend(name: str) -> SyncBackend:
     """Read a weight-sync backend from profiles/sync."""
     return read_profile(find_profile("sync", name, ".toml"), SyncBackend)
+
+
+@cache
+def load_hand_over(name: str) -> HandOver:
+    """Read a hand-over between trainers and replicas on the same GPUs from profiles/sync."""
+    return read_profile(find_profile("sync", name, ".toml"), HandOver)
 
 
 @cache

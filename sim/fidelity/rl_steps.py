@@ -37,7 +37,6 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import PROFILES, load_model
-from streamrl.hardware.resolved import resolve
 from streamrl.record.metrics import measure
 from streamrl.record.steady_state import START
 from streamrl.runfile.config import Run
@@ -45,9 +44,9 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
 from streamrl.sim.batch_generation import DrawnBatch, generate_batch
-from streamrl.sim.costs.corrections import own_switch_time
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.switches import switch_rows
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
@@ -208,13 +207,6 @@ Source: HybridFlow, arXiv 2409.19256, Figure 15, read within 3 %, including the 
 2024.
 """
 
-SWITCHED = {
-    "llama-2-7b": (2.7, 3.8),
-    "llama-2-13b": (3.0, 3.2),
-    "llama-3.1-70b": (9.7, 9.7),
-}
-"""Seconds from training to generation (HybridFlow, Figure 14)."""
-
 
 def steps_rows() -> list[Row]:
     """Return every published stage with its prediction, computed on all cores."""
@@ -239,7 +231,7 @@ def steps_rows() -> list[Row]:
         )
         for ((model, degree), seconds), ours in zip(GENERATED.items(), generated, strict=True)
     ]
-    return rows + list(_switch_rows())
+    return rows + switch_rows()
 
 
 def _choices(step: Published) -> Iterator[dict[str, Any]]:
@@ -371,25 +363,4 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             is_fitted=stage in step.fitted,
             note=note,
             source=step.source,
-        )
-
-
-def _switch_rows() -> Iterator[Row]:
-    """Yield the framework's part of a switch. The transfer of bytes is not included."""
-    eight = next(step for step in load_published() if step.name.startswith("NeMo-RL 0.3"))
-    for model, (least, most) in SWITCHED.items():
-        run = _run({**eight.table, "model": {"name": model}}, {})
-        trainer = resolve(run).trainer
-        gpu, size = trainer.pool.gpu, trainer.model.num_parameters
-        seconds = own_switch_time(run.framework, gpu, size).seconds
-        yield Row(
-            name=f"HybridFlow: {model}, from training to generation",
-            group="switch of colocated systems",
-            shape=model,
-            unit="s",
-            published=(least, most),
-            predicted=(seconds, seconds),
-            is_fitted=True,
-            note="on A100; the default lies between this and NeMo-RL's 5 to 14 s",
-            source="HybridFlow arXiv 2409.19256 Figure 14",
         )

@@ -12,7 +12,6 @@ from streamrl.runfile.findings import Changes, Finding, Fix, Level
 from streamrl.runfile.frameworks import (
     SPLITS,
     Framework,
-    Seconds,
     Setting,
     framework_of,
     settings_of,
@@ -74,16 +73,10 @@ def _seconds(
         elif known is None:
             parts.append(f"{name} unknown, so those of profiles/frameworks/usual.toml are used")
         else:
-            parts.append(f"{name} {_formula(known)}")
+            parts.append(f"{name} {known.base:g} s")
     if framework.roofline_sync(shares_gpus, sync) is not None:
         parts.append(f"weight sync unknown, so {sync.backend} is used, a roofline of the links")
     return f"seconds of framework {framework.name}: {', '.join(parts)}"
-
-
-def _formula(seconds: Seconds) -> str:
-    if not seconds.per_billion:
-        return f"{seconds.base:g} s"
-    return f"{seconds.base:g} s and {seconds.per_billion:g} s a billion parameters"
 
 
 # Unsupported settings -----------------------------------------------------------------------------

@@ -31,14 +31,12 @@ from streamrl.runfile.policies_config import (
 )
 from streamrl.runfile.roles_config import Sharding, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkName
-from streamrl.runfile.units import Duration, read_quantity
+from streamrl.runfile.units import Bandwidth, Duration, read_quantity
 
 FRAMEWORKS = Path(__file__).parents[1] / "profiles" / "frameworks"
 USUAL = "usual"
 """The file with seconds for frameworks that have no published ones of their own."""
 SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"
-PARAMETERS = 1e9
-"""Parameters to which `per_billion` refers."""
 
 Value = str | int | float | bool
 Split = Literal[
@@ -138,22 +136,30 @@ class Layout(_Table, frozen=True, kw_only=True):
 
 
 class Seconds(_Table, frozen=True, kw_only=True):
-    """Seconds of something, and how they grow with a model."""
+    """Seconds that a framework takes."""
 
     base: Duration
-    per_billion: Duration = Duration(0.0)
-    """For each billion parameters."""
 
-    def of(self, num_parameters: float) -> float:
-        """Return the seconds with a model."""
-        return self.base + self.per_billion * num_parameters / PARAMETERS
+
+class SwitchSeconds(Seconds, frozen=True, kw_only=True):
+    """What a switch between training and generation takes on shared GPUs.
+
+    `base` is the calls that put engines to sleep, wake them and map memory.
+    """
+
+    hand_over: str
+    """File of profiles/sync that says how replicas get the weights from trainers on their GPUs."""
+    offload_bandwidth: Bandwidth | None = None
+    """Bytes a second of a GPU's optimizer states on their way to host memory, in every switch.
+    None: they move only if there is no room, at the bandwidth of the GPU's host link.
+    """
 
 
 class UsualSeconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Default seconds, used where those of a framework are unknown or no framework is named."""
 
     step_time: Seconds
-    switch_time: Seconds
+    switch_time: SwitchSeconds
 
 
 class Framework(_Table, frozen=True, kw_only=True):
@@ -181,7 +187,7 @@ class Framework(_Table, frozen=True, kw_only=True):
     mixes_replicas: bool
     """Whether replicas of several kinds may generate at the same time."""
     step_time: Seconds | None = None
-    switch_time: Seconds | None = None
+    switch_time: SwitchSeconds | None = None
     unknown: dict[str, str] = {}
     """What nobody published, and what is used instead."""
 

@@ -183,7 +183,12 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     step changed.
     """
     backend: Literal[
-        "broadcast-tree", "nccl-broadcast", "nccl-buckets", "checkpoint-engine", "nccl-reshard"
+        "broadcast-tree",
+        "nccl-broadcast",
+        "nccl-buckets",
+        "nccl-packed",
+        "checkpoint-engine",
+        "nccl-reshard",
     ] = "broadcast-tree"
     """Simulated: which library moves the weights, as measured in profiles/sync. broadcast-tree adds
     nothing to the time on the wires. A `framework.name` whose own sync was measured fills it in.

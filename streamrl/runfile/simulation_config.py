@@ -45,8 +45,9 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     """
     switch_time: Duration | None = None
     """Seconds that a colocated system needs to put engines to sleep, wake them and hand weights
-    over: allocations and calls for every tensor, without the time on wires. Absent: from
-    profiles/frameworks/NAME.toml, else from profiles/frameworks/usual.toml.
+    over, without the bytes on wires. If it is stated, GPUs receive only the weights that they do
+    not train. Absent: calls from profiles/frameworks/NAME.toml, else from
+    profiles/frameworks/usual.toml; every GPU gathers whole tensors (profiles/sync/cuda-ipc.toml).
     """
     checkpoint_time: Duration = Duration(0.0)
     """Seconds that a checkpoint (`execute.checkpoint_every`) delays the run. They count in the

@@ -114,8 +114,8 @@ class TrainingCosts:
             ValueError: a profile is missing, or the model cannot be split as the run file says.
         """
         run, trainer, corrections = resolved.run, resolved.trainer, Corrections.of(resolved)
-        size, profile = trainer.model.num_parameters, run.costs.profile
-        overhead = own_step_time(run.framework, corrections, profile, size)
+        profile = run.costs.profile
+        overhead = own_step_time(run.framework, corrections, profile)
         ranks, stages, step_time, provenance = _choose_stages(trainer)
         score, train = corrections.training_factors
         switches = _switches_of(trainer, ranks)

@@ -1,0 +1,108 @@
+"""Published seconds of weights that replicas get, and the constants that rest on them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace as replace_fields
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.hardware.memory import model_state
+from streamrl.hardware.profiles import load_gpu, load_model
+from streamrl.hardware.resolved import resolve
+from streamrl.runfile.frameworks import load_framework, load_usual
+from streamrl.sim.costs.colocation import PhaseChange
+from streamrl.sim.costs.corrections import OwnSwitch, own_switch
+from streamrl.sim.costs.sync_profiles import load_backend, load_hand_over
+from streamrl.sim.costs.weight_sync import num_tensors
+from streamrl.sim.fidelity.switches import (
+    Switch,
+    fitted_constant,
+    predict,
+    read_switches,
+    run_of,
+    switch_rows,
+)
+
+ROWS = read_switches()
+V3 = next(row for row in ROWS if row.model == "deepseek-v3" and row.kind == "transfer")
+
+
+def rows_of(constant: str) -> list[Switch]:
+    return [row for row in ROWS if row.constant == constant]
+
+
+def change_of(row: Switch) -> PhaseChange:
+    return PhaseChange.load(resolve(run_of(row)))
+
+
+@pytest.mark.parametrize("constant", ["hand_over", "verl", "packed"])
+def test_the_constants_of_the_profiles_are_the_means_of_what_their_rows_ask_for(
+    constant: str,
+) -> None:
+    verl = load_framework("verl").switch_time
+    sender = load_backend("nccl-packed").sender_bandwidth
+    assert verl is not None and sender is not None
+    known = {
+        "hand_over": load_hand_over("cuda-ipc").tensor_time,
+        "verl": verl.base,
+        "packed": 1 / sender,
+    }
+    assert known[constant] == pytest.approx(fitted_constant(rows_of(constant)), rel=0.01)
+    assert len({row.source for row in rows_of(constant)}) >= 2, "rests on several sources"
+
+
+def test_a_fitted_row_is_judged_by_constants_of_other_sources() -> None:
+    for row, found in zip(ROWS, switch_rows(), strict=True):
+        assert (found.left_out is not None) == found.is_fitted == bool(row.constant)
+    sources = defaultdict(set)
+    for row, found in zip(ROWS, switch_rows(), strict=True):
+        if row.constant == "hand_over":
+            sources[row.source].add(round(found.left_out or 0, 2))
+    assert len(sources) == 2
+
+
+def test_weights_of_671_billion_parameters_take_the_network_and_calls_for_every_tensor() -> None:
+    change, model = change_of(V3), load_model(run_of(V3).model)
+    network = load_gpu("h100").network * 0.97  # profiles/transports/rdma.toml
+    gathered = 2.0 * model.num_parameters * 255 / 256
+    assert change.reshard_time == pytest.approx(gathered / network)
+    assert change.num_tensors == num_tensors(model) > 45_000
+    tensor_time = load_hand_over("cuda-ipc").tensor_time
+    assert change.hand_over_time == pytest.approx(change.num_tensors * tensor_time)
+    assert predict(V3).seconds == pytest.approx(35, rel=0.05)
+
+
+def test_ranks_of_one_node_gather_over_nvlink() -> None:
+    row = next(row for row in ROWS if row.model == "llama-3.1-8b" and row.zero == 1)
+    model = load_model(run_of(row).model)
+    assert change_of(row).reshard_time == pytest.approx(
+        model.num_parameters / load_gpu("h100").nvlink
+    )
+
+
+def test_a_framework_that_offloads_moves_its_optimizer_slowly_at_every_switch() -> None:
+    row = next(row for row in ROWS if row.model == "llama-3.1-8b" and row.zero == 1)
+    resolved = resolve(run_of(row))
+    trainer = resolved.trainer
+    state = model_state(trainer.model, trainer.config, trainer.dtype)
+    change = PhaseChange.load(resolved)
+    assert change.offload_time >= state.optimizer / 1.8e9
+    in_host_memory = replace_fields(trainer, config=replace(trainer.config, offload=True))
+    own = own_switch(resolved.run.framework, "h100")
+    assert PhaseChange.of(resolved.replica, in_host_memory, own).offload_time < 1.0
+    usual = OwnSwitch(0.0, load_usual().switch_time, "")
+    assert PhaseChange.of(resolved.replica, trainer, usual).offload_time < 1.0
+
+
+def test_a_stated_switch_time_stands_for_all_but_the_bytes_that_a_gpu_lacks() -> None:
+    resolved = resolve(run_of(V3))
+    alone = PhaseChange.of(resolved.replica, resolved.trainer, OwnSwitch(7.0, None, ""))
+    assert (alone.switch_time, alone.hand_over_time) == (7.0, 0.0)
+    assert alone.reshard_time < 1.0 < change_of(V3).reshard_time
+
+
+def test_a_push_of_nemo_rl_takes_what_was_measured() -> None:
+    for row in rows_of("packed"):
+        assert predict(row).seconds == pytest.approx((row.low + row.high) / 2, rel=0.1)
