@@ -14,6 +14,7 @@
 #   make test-wheel      the wheel, installed beside PyPI's `executor`
 #   make fuzz            damaged and random inputs, new ones each time; FUZZ_EXAMPLES=N a test (default 1,000)
 #   make mutants         small faults in the code, one at a time: does a test catch each?
+#   make gate            errors of predictions by partition against docs/fidelity-partitions.csv; none may rise
 #   make lint            style, types and plain English
 #   make lock            write requirements.lock from the newest versions
 # Reliability:
@@ -72,7 +73,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -103,6 +104,9 @@ docs: $(DOCS)/.ready
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+gate: $(READY)
+	$(BIN)/streamrl validate --against docs/fidelity-partitions.csv > /dev/null
 
 test-oldest: $(READY)
 	mkdir -p build

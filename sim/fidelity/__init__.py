@@ -8,6 +8,7 @@ Read these files first:
 - `published_rows.py`: `Row`, a published number with its prediction, and summaries of errors.
 - `serving.py`, `training_steps.py`, `rl_steps.py`: the sets of published rows.
 - `scorecard.py`: the first half of docs/fidelity.md. `streamrl validate` writes the page.
+- `gate.py`: errors by partition against those of an earlier version. CI runs it.
 
 Rules:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,14 @@ from streamrl.report.fidelity import (
     section_of,
     slug,
     with_section,
+)
+from streamrl.sim.fidelity.gate import (
+    PARTITIONS,
+    RISE,
+    Partitions,
+    read_partitions,
+    worsened,
+    write_partitions,
 )
 from streamrl.sim.fidelity.kv_room import room_rows
 from streamrl.sim.fidelity.paper_figure import PaperFigure
@@ -79,11 +88,18 @@ def validate(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"A {PARTITIONS} that an earlier version wrote: exit with 1 if an error rose by more than {RISE:.0%}. "
+            "The paper is left out."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare predictions with published measurements.
 
-    Serving, training and steps are compared row by row, the StreamRL paper figure by figure.
+    Serving, training, steps and memory are compared row by row, the StreamRL paper figure by figure.
 
     Example: streamrl validate paper --figure fig8 --figure table3
     """
@@ -92,24 +108,51 @@ def validate(
         raise ValueError(
             "--rows applies to serving, training and steps; use --figure for the paper"
         )
+    before = None if against is None else _read_before(against, what)
     if output is not None:
         claim_directory(output)
     names = [name for name in ROWS if what == name or (what is None and not figure)]
     sets = {name: ROWS[name]() for name in names}
-    found = simulate_figures(figure or list(FIGURES)) if what in (None, PAPER) else []
+    has_paper = what in (None, PAPER) and before is None
+    found = simulate_figures(figure or list(FIGURES)) if has_paper else []
     if output is not None:
         write_page(found, output, sets)
     if as_json:
         figures = {one.name: one.describe() for one in found}
-        print_json({**{name: describe(some) for name, some in sets.items()}, **figures})
-        return
+        worse = {} if before is None else {"worsened": list(worsened(sets, before))}
+        print_json({**{name: describe(some) for name, some in sets.items()}, **figures, **worse})
+    else:
+        _print(sets, found, rows)
+    if before is not None:
+        _end_with(list(worsened(sets, before)))
+
+
+def _print(sets: dict[str, list[Row]], found: list[PaperFigure], has_rows: bool) -> None:
+    """Print tables of published rows, and figures of the paper."""
     for name, some in sets.items():
-        print_rows(name, some, rows)
+        print_rows(name, some, has_rows)
     for one in found:
         stdout_console().print(figure_table(one))
         for note in one.notes:
             stdout_console().print(f"  {note}", highlight=False)
         stdout_console().print()
+
+
+def _read_before(path: Path, what: str | None) -> Partitions:
+    """Return the errors of an earlier version."""
+    if what == PAPER:
+        raise ValueError("--against compares published rows; the paper has none")
+    if not path.is_file():
+        raise ValueError(f"--against {path} must be a file that streamrl validate --output wrote")
+    return read_partitions(path)
+
+
+def _end_with(worse: list[str]) -> None:
+    """Print what became worse, and exit with 1 if something did."""
+    for line in worse:
+        print(f"worse: {line}", file=sys.stderr)
+    if worse:
+        raise typer.Exit(1)
 
 
 def _check(what: str | None, figure: list[str] | None) -> None:
@@ -188,3 +231,4 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     file.write_text(page, encoding="utf-8")
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)
+        write_partitions(sets, output / PARTITIONS)

@@ -1,0 +1,104 @@
+"""Compare errors by partition with those of an earlier version, so that none rises unseen.
+
+A partition is a group of published rows: a framework, an engine, a stage or a GPU. Stages are compared beside whole
+steps, so a step cannot become better by two stages that became worse.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from streamrl.sim.fidelity.published_rows import Row, Summary, grouped, summarise
+
+PARTITIONS = "fidelity-partitions.csv"
+RISE = 0.05
+"""Share by which an error may rise."""
+NOISE = 0.002
+"""Rise of an error that is rounding, whatever the error."""
+DIGITS = 4
+COLUMNS = ("set", "group", "rows", "median", "p90", "in_band")
+
+
+class Partition(NamedTuple):
+    """The errors of one group of published rows."""
+
+    rows: int
+    """Rows that have a prediction."""
+    median: float
+    p90: float
+    in_band: float | None
+    """Share of the published figures in the bands of their predictions; None without bands."""
+
+
+Partitions = dict[tuple[str, str], Partition]
+"""By set and group."""
+
+
+def partitions_of(sets: Mapping[str, Sequence[Row]]) -> Partitions:
+    """Return the errors of each group of each set."""
+    return {
+        (name, group): _partition(summarise(some))
+        for name, rows in sets.items()
+        for group, some in grouped(rows).items()
+    }
+
+
+def write_partitions(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Write the errors by partition as a CSV table."""
+    with path.open("w", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        for (name, group), found in partitions_of(sets).items():
+            table.writerow([name, group, *found])
+
+
+def read_partitions(path: Path) -> Partitions:
+    """Read a table of `write_partitions`.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        table = csv.DictReader(file)
+        if tuple(table.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{path} must have the columns {', '.join(COLUMNS)}")
+        return {(line["set"], line["group"]): _read_line(line) for line in table}
+
+
+def worsened(sets: Mapping[str, Sequence[Row]], before: Partitions) -> Iterator[str]:
+    """Yield a line for each error that rose by more than `RISE`, and for rows and bands that were lost.
+
+    Args:
+        sets: published rows with the predictions of now. Sets that are not in it are not compared.
+        before: the errors of an earlier version.
+    """
+    now = partitions_of(sets)
+    for (name, group), old in before.items():
+        if name not in sets:
+            continue
+        new = now.get((name, group))
+        if new is None or new.rows < old.rows:
+            yield f"{name}, {group}: {new.rows if new else 0} rows have a prediction, before {old.rows}"
+            continue
+        for what, error, least in (
+            ("median error", new.median, old.median),
+            ("p90 of errors", new.p90, old.p90),
+        ):
+            if error > least * (1 + RISE) + NOISE:
+                yield f"{name}, {group}: {what} {error:.1%}, before {least:.1%}"
+        if old.in_band is not None and (new.in_band is None or new.in_band < old.in_band - NOISE):
+            now_in = "no row" if new.in_band is None else f"{new.in_band:.0%} of the rows"
+            yield f"{name}, {group}: {now_in} in the band, before {old.in_band:.0%}"
+
+
+def _partition(found: Summary) -> Partition:
+    in_band = None if found.in_band is None else round(found.in_band, DIGITS)
+    return Partition(found.rows, round(found.median, DIGITS), round(found.p90, DIGITS), in_band)
+
+
+def _read_line(line: Mapping[str, str]) -> Partition:
+    in_band = float(line["in_band"]) if line["in_band"] else None
+    return Partition(int(line["rows"]), float(line["median"]), float(line["p90"]), in_band)

@@ -1,0 +1,80 @@
+"""No error of a partition rises unseen, and no prediction or band is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.sim.fidelity.gate import (
+    partitions_of,
+    read_partitions,
+    worsened,
+    write_partitions,
+)
+from streamrl.sim.fidelity.published_rows import Row
+from tests.command_line import streamrl
+
+ROW = Row(
+    name="a model",
+    group="stage a",
+    shape="a",
+    unit="s",
+    published=(10.0, 10.0),
+    predicted=(11.0, 11.0),
+    band=(9.0, 12.0),
+    source="a page",
+)
+OTHER = replace(ROW, group="stage b", predicted=(9.0, 9.0))
+
+
+def test_partitions_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    sets = {"steps": [ROW, OTHER, replace(ROW, band=None, group="without a band")]}
+    write_partitions(sets, tmp_path / "before.csv")
+    assert read_partitions(tmp_path / "before.csv") == partitions_of(sets)
+
+
+def test_two_stages_that_became_worse_are_named_although_they_cancel() -> None:
+    before = partitions_of({"steps": [ROW, OTHER]})
+    now = [replace(ROW, predicted=(12.0, 12.0)), replace(OTHER, predicted=(8.0, 8.0))]
+    lines = list(worsened({"steps": now}, before))
+    assert lines == [
+        f"steps, {group}: {what} 20.0%, before 10.0%"
+        for group in ("stage a", "stage b")
+        for what in ("median error", "p90 of errors")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        (replace(ROW, predicted=(11.06, 11.06)), ""),  # a twentieth of 10 %, and rounding
+        (replace(ROW, predicted=(11.1, 11.1)), "median error 11.0%"),
+        (replace(ROW, band=(10.5, 12.0)), "0% of the rows in the band, before 100%"),
+        (replace(ROW, band=None), "no row in the band"),
+        (replace(ROW, group="another name"), "0 rows have a prediction, before 1"),
+    ],
+)
+def test_what_is_lost_is_named(row: Row, word: str) -> None:
+    lines = list(worsened({"steps": [row]}, partitions_of({"steps": [ROW]})))
+    assert bool(lines) is bool(word) and word in "".join(lines)
+
+
+def test_a_set_that_was_not_predicted_is_not_compared() -> None:
+    assert not list(worsened({"memory": [ROW]}, partitions_of({"steps": [ROW]})))
+
+
+def test_validate_ends_with_1_where_an_error_rose(tmp_path: Path) -> None:
+    header = "set,group,rows,median,p90,in_band\n"
+    line = 'memory,"KV cache, vllm-0.6: constants from these",2,{},0.1,\n'
+    for median, code in ((0.1, 0), (0.0, 1)):
+        (tmp_path / "before.csv").write_text(
+            header + line.format(median).replace("0.1,\n", f"{median},\n")
+        )
+        done = streamrl("validate", "memory", "--against", tmp_path / "before.csv")
+        assert done.returncode == code, done.stderr
+        assert ("worse: memory, KV cache, vllm-0.6" in done.stderr) is bool(code)
+    (tmp_path / "before.csv").write_text("a,b\n")
+    refused = streamrl("validate", "memory", "--against", tmp_path / "before.csv")
+    assert refused.returncode == 2 and "must have the columns" in refused.stderr
