@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -54,7 +53,7 @@ def trainer(**keys: Any) -> TrainerConfig:
 def time_of(constants: dict[str, float], **keys: Any) -> float:
     """Return the seconds of a layer's forward pass over a micro-batch, with some constants replaced."""
     layer = Layer(
-        ranks=replace(Ranks.of(resolve(train_run(**keys)).trainer)),
+        ranks=Ranks.of(resolve(train_run(**keys)).trainer),
         gemm=FIT.gemm["h800"],
         experts=FIT.experts["h800"],
         constants=msgspec.structs.replace(FIT.constants, **constants),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -157,7 +156,7 @@ def test_the_planner_decodes_fewer_rollouts_where_their_states_need_the_memory()
     (found,) = fitting_replicas(replica, wanted, 2, cut)
     assert found.max_running == 128
     plain = load_model(ModelConfig(name="qwen2.5-72b"))
-    too_large = dataclasses.replace(replica, model=plain)
+    too_large = replace(replica, model=plain)
     wanted = msgspec.structs.replace(run.plan, rollout_tensor_parallel=[1])
     assert not list(fitting_replicas(too_large, wanted, 1, cut))
 
@@ -168,7 +167,7 @@ def test_the_planner_decodes_fewer_rollouts_where_their_states_need_the_memory()
 def layer(model: ModelShape) -> Layer:
     ranks = Ranks.of(resolve(plan("qwen3-235b-a22b")).trainer)
     return Layer(
-        ranks=dataclasses.replace(ranks, model=model),
+        ranks=replace(ranks, model=model),
         gemm=FIT.gemm["h800"],
         experts=FIT.experts["h800"],
         constants=FIT.constants,
@@ -194,9 +193,7 @@ def test_linear_attention_trains_at_the_rate_of_its_measured_kernels_and_its_own
     assert 36 / 48 * most < found < 36 / 48 * least
     assert full._linear().per_token == 0.0
     assert mixed.attention().per_pair == pytest.approx(full.attention().per_pair / 4)
-    silent = dataclasses.replace(
-        mixed, ranks=dataclasses.replace(mixed.ranks, trainer=training(recompute="none"))
-    )
+    silent = replace(mixed, ranks=replace(mixed.ranks, trainer=training(recompute="none")))
     expected = silent._computed() * 2 + silent.attention() * ATTENTION_BACKWARD
     expected = expected + silent._linear() * LINEAR_BACKWARD + silent._reduced() * 1.5
     assert silent.backward().time(4096.0, 0.0) == pytest.approx(expected.time(4096.0, 0.0))
@@ -206,12 +203,12 @@ def test_linear_attention_trains_at_the_rate_of_its_measured_kernels_and_its_own
 
 def test_context_ranks_that_deal_heads_out_share_linear_attention_once() -> None:
     ranks = Ranks.of(resolve(plan("qwen3-235b-a22b")).trainer)
-    dealt = dataclasses.replace(
+    dealt = replace(
         ranks,
         model=QWEN3_NEXT,
         trainer=training(context_parallel=4, context_exchange="all-to-all"),
     )
-    one = dataclasses.replace(layer(QWEN3_NEXT), ranks=dealt)
+    one = replace(layer(QWEN3_NEXT), ranks=dealt)
     assert one._linear() == layer(QWEN3_NEXT)._linear()
 
 

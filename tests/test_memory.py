@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,7 @@ def test_a_trainer_that_cannot_be_split_is_told_by_the_key_of_its_own_section() 
         for section in ("trainer", "trainer.2"):
             with pytest.raises(RunError, match=rf"^{section}\.{key}") as caught:
                 trainer = resolve(small_run({**pool, **changes})).trainer
-                check_trainer_memory(replace(trainer, key=section))
+                check_trainer_memory(msgspec.structs.replace(trainer, key=section))
             assert caught.value.key == f"{section}.{key}"
 
 

@@ -11,12 +11,12 @@ vision tower; Kimi-K2.5 as deepseek_v3 and MiMo-7B as qwen2, whose layers they h
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
 from streamrl.hardware.model_shape import ModelShape

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.hardware.memory import stage_parameters
 from streamrl.hardware.model_shape import lora_parameters
@@ -65,7 +64,7 @@ def a_layer(
         ),
         gemm=GEMM,
         experts=EXPERTS,
-        constants=msgspec.structs.replace(CONSTANTS, **(constants or {})),
+        constants=replace(CONSTANTS, **(constants or {})),
     )
 
 
@@ -609,9 +608,7 @@ def test_a_framework_adds_its_seconds_to_each_step_and_a_factor_changes_them_not
     training = costs.training
     assert costs.step_time == pytest.approx(2 * training.optimizer_time + 3.0)
     usual = train_run(tensor_parallel=4)
-    usual = msgspec.structs.replace(
-        usual, framework=msgspec.structs.replace(usual.framework, step_time=None)
-    )
+    usual = replace(usual, framework=replace(usual.framework, step_time=None))
     assert TrainingCosts.load(resolve(usual)).overhead_time == 2.5
 
 

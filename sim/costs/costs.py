@@ -444,7 +444,8 @@ def _compose_replica(
 ) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators, once for any number of replicas."""
     alone = msgspec.structs.replace(replica.config, replicas=1, others=())
-    return _composed(replace(replica, config=alone), config.engine, config.backend, has_log_probs)
+    placed = msgspec.structs.replace(replica, config=alone)
+    return _composed(placed, config.engine, config.backend, has_log_probs)
 
 
 @lru_cache(maxsize=64)

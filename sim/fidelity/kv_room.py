@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -71,7 +70,7 @@ def predict_room(row: RoomRow) -> float:
             "policies": {"system": "colocated"},
         }
     )
-    replica = replace(resolve(run).replica, engine=row.engine)
+    replica = msgspec.structs.replace(resolve(run).replica, engine=row.engine)
     return kv_capacity(replica) * stage_bytes(replica)[0].token / GIB
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as replace_fields
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,7 +83,7 @@ Side = TypeVar("Side", ReplicaHardware, TrainerHardware)
 
 def in_pool(side: Side, name: str, pools: Mapping[str, PoolConfig]) -> Side:
     """Return a side, moved to the GPUs of a pool."""
-    return replace_fields(side, config=replace(side.config, pool=name), pool=pools[name])
+    return replace(side, config=replace(side.config, pool=name), pool=pools[name])
 
 
 class Replicas(NamedTuple):
@@ -150,7 +149,7 @@ class Replicas(NamedTuple):
 
     def place(self, replica: ReplicaHardware, pool: PoolConfig) -> ReplicaHardware:
         """Return one kind of replica with these degrees, in the given pool."""
-        return replace_fields(replica, config=self.change(replica.config), pool=pool)
+        return replace(replica, config=self.change(replica.config), pool=pool)
 
     def fits(self, replica: ReplicaHardware, pools: Mapping[str, PoolConfig]) -> bool:
         """Return whether one replica of each kind holds a rollout of maximum length."""
@@ -207,7 +206,7 @@ class Degrees(NamedTuple):
 
     def place(self, trainer: TrainerHardware) -> TrainerHardware:
         """Return the trainer with these degrees. It must already be in their pool."""
-        return replace_fields(trainer, config=self.change(trainer.config))
+        return replace(trainer, config=self.change(trainer.config))
 
 
 @dataclass(frozen=True, kw_only=True)

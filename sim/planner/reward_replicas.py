@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace as replace_fields
 from math import ceil
 from typing import NamedTuple
 
@@ -69,7 +68,7 @@ def find_reward_replicas(
     for name in names:
         try:
             if reward is not None:
-                check_reward_memory(replace_fields(reward, pool=pools[name]))
+                check_reward_memory(replace(reward, pool=pools[name]))
             found += _sizes_in(name, pools[name], verifier, plan, calls)
         except RunError as error:
             refusals.append(error)

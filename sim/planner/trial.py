@@ -104,7 +104,7 @@ def costs_of_portion(costs: Costs, portions: int) -> Costs:
     training = costs.training
     assert isinstance(training, TrainingCosts), "portions are of composed costs"
     trainer = replace(training.trainer, data_parallel=training.trainer.data_parallel // portions)
-    fewer = replace_fields(training, trainer=trainer, mini_batch=training.mini_batch / portions)
+    fewer = replace(training, trainer=trainer, mini_batch=training.mini_batch / portions)
     return replace_fields(costs, training=fewer)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.hardware.memory import (
     ROOMY,
@@ -260,7 +259,7 @@ def _fits(trainer: TrainerHardware, changes: Changes) -> bool:
         if key.startswith("trainer.")
     }
     try:
-        side = trainer_side(replace(trainer, config=msgspec.structs.replace(trainer.config, **own)))
+        side = trainer_side(replace(trainer, config=replace(trainer.config, **own)))
     except ValueError:
         return False
     return side.need <= side.capacity

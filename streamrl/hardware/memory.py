@@ -19,10 +19,10 @@ With `trainer.offload_to` nvme, the optimizer is never on a GPU (`streamrl.hardw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, assert_never
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
@@ -348,8 +348,7 @@ def replica_memory(replica: ReplicaHardware) -> dict[str, float]:
 # The training side --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelState:
+class ModelState(Struct, frozen=True, kw_only=True):
     """The bytes of one model on each GPU of the trainer, without activations."""
 
     weights: float

@@ -13,9 +13,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.hardware.hugging_face import read_config_json
 from streamrl.hardware.model_shape import ModelShape, lora_parameters
@@ -42,8 +45,7 @@ from streamrl.runfile.roles_config import (
 from streamrl.runfile.workload_config import HUB, WorkloadConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaHardware:
+class ReplicaHardware(Struct, frozen=True, kw_only=True, dict=True):
     """One kind of replica: its model, pool, number formats and section of the run file."""
 
     config: RolloutConfig
@@ -74,8 +76,7 @@ class ReplicaHardware:
         return self.model.seen_by(self.longest_sequence)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerHardware:
+class TrainerHardware(Struct, frozen=True, kw_only=True, dict=True):
     """One trainer: its model, pool, number formats and section of the run file."""
 
     key: str
@@ -145,8 +146,7 @@ class TrainerHardware:
         return self.num_models - self.swaps_reference
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardHardware:
+class RewardHardware(Struct, frozen=True, kw_only=True):
     """The reward model of a run, and its pool."""
 
     config: VerifierConfig

@@ -50,12 +50,12 @@ a ring are not counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log, sqrt
 from typing import NamedTuple, assert_never
 
 import numpy as np
+from msgspec import Struct
 
 from streamrl.hardware.activations import context_channels, layer_activations
 from streamrl.hardware.model_shape import LinearAttention, ModelShape, passed_layers
@@ -65,8 +65,7 @@ from streamrl.sim.costs.training.profile import Constants, ExpertRate, GemmRate
 from streamrl.sim.costs.training.ranks import Ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
+class Pass(Struct, frozen=True, kw_only=True):
     """Seconds of a pass over one micro-batch."""
 
     fixed: float = 0.0
@@ -175,8 +174,7 @@ LENGTHS = np.geomspace(512, 65536, 8)
 """Tokens of a sequence over which the straight line of attention is fitted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Struct, frozen=True, kw_only=True):
     """One layer of a model on a GPU of the trainer, averaged over layers with and without experts."""
 
     ranks: Ranks

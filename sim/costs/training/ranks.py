@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from streamrl.hardware.memory import (
     OPTIMIZER_BYTES,
@@ -16,8 +16,7 @@ from streamrl.hardware.resolved import TrainerHardware
 from streamrl.runfile.roles_config import TrainerConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(Struct, frozen=True, kw_only=True):
     """One model on the trainer's GPUs, split as the run file says."""
 
     model: ModelShape

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.parallelism import stage_layers
@@ -26,8 +27,7 @@ Lines: TypeAlias = tuple[Floats, Floats]
 """(slices,) seconds of a micro-batch, and (2, slices) seconds per token and per pair."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
+class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
     """Seconds of every slice of the model in order; a stage has one slice, or several if interleaved."""
 
     forward: tuple[Pass, ...]

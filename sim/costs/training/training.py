@@ -14,10 +14,12 @@ first of these that is available:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 from types import MappingProxyType
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.memory import ModelState, model_state
@@ -44,8 +46,7 @@ MEASURED_BYTES = 2
 """Bytes of a value in the training that was measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Switches:
+class Switches(Struct, frozen=True, kw_only=True):
     """Seconds to load one model from host memory, and to move its changes back."""
 
     score_time: float = 0.0
@@ -83,8 +84,7 @@ class Switches:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingCosts:
+class TrainingCosts(Struct, frozen=True, kw_only=True):
     """Seconds of the trainer's commands."""
 
     stages: StageTimes
