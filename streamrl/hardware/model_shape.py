@@ -19,6 +19,7 @@ the keys and queries, and x are the values (Dao and Gu 2024, arXiv 2405.21060).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal, assert_never
 
 from msgspec.structs import replace
@@ -264,7 +265,7 @@ class Indexer(ProfileTable, frozen=True, kw_only=True):
         return 2.0 * self.num_heads * self.head_dim
 
 
-class ModelShape(ProfileTable, frozen=True, kw_only=True):
+class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     """The shape of a decoder-only transformer: MLPs or experts, RMS norms, one output head."""
 
     name: str
@@ -631,7 +632,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True):
             + self.num_expert_layers * mixture
         )
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of all parameters. A tied embedding counts once; modules for multi-token prediction do not count."""
         return round(self.shard_parameters(tensor_parallel=1))

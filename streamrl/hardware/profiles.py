@@ -141,7 +141,7 @@ def load_gpu(name: str) -> Gpu:
     Raises:
         ValueError: there is no such file. The text has the closest names.
     """
-    return _read_gpu(find_profile("gpus", name, ".toml"))
+    return _read_gpu(PROFILES, name)
 
 
 def gpu_of(pool: PoolConfig) -> Gpu:
@@ -167,19 +167,19 @@ def load_model(model: ModelConfig) -> ModelShape:
         shape = read_config_json(Path(model.path) / "config.json")
     else:
         assert model.name is not None, "check_run requires model.name or model.path"
-        shape = _read_model(find_profile("models", model.name, ".toml"))
+        shape = _read_model(PROFILES, model.name)
     has_unused = shape.num_vision_parameters and model.vision_tower == "none"
     return replace(shape, num_vision_parameters=0) if has_unused else shape
 
 
 @functools.cache
-def _read_gpu(path: Path) -> Gpu:
-    return read_profile(path, Gpu)
+def _read_gpu(profiles: Path, name: str) -> Gpu:
+    return read_profile(_find_profile(profiles, "gpus", name, ".toml"), Gpu)
 
 
 @functools.cache
-def _read_model(path: Path) -> ModelShape:
-    return read_profile(path, ModelShape)
+def _read_model(profiles: Path, name: str) -> ModelShape:
+    return read_profile(_find_profile(profiles, "models", name, ".toml"), ModelShape)
 
 
 def check_profiles(run: Run) -> None:
