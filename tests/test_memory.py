@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from streamrl.hardware.activations import activation_bytes, tokens_in_pass
 from streamrl.hardware.engine_memory import load_engine_memory
 from streamrl.hardware.memory import (
+    PassMemory,
+    bytes_in_ways,
     check_host_memory,
     check_memory,
     check_sync_buffer,
@@ -194,6 +196,29 @@ def test_a_reference_in_host_memory_leaves_its_room_and_takes_time_for_its_pass(
         Costs.load(each.run).training.line().score([64], 0.0) for each in (both, swapped)
     )
     assert moved - kept == pytest.approx(3 * weights / load_gpu("h800").host_link)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer.pipeline_parallel": 4},
+        {**PPO, "trainer.offload": True},
+        {"trainer.data_parallel": 4, "trainer.zero": 3, "trainer.sharding": "fsdp"},
+    ],
+)
+def test_ways_to_save_memory_need_what_a_trainer_with_these_settings_needs(
+    changes: dict[str, Any],
+) -> None:
+    near = {"gpu": "h800", "nodes": 4}
+    trainer = resolve(small_run({"cluster.pools.near": near, **changes})).trainer
+    ways = [PassMemory("none", None), PassMemory("full", None), PassMemory("full", "chunked")]
+    expected = []
+    for way in ways:
+        config = msgspec.structs.replace(trainer.config, **way._asdict())
+        items = trainer_memory(msgspec.structs.replace(trainer, config=config))
+        expected.append(sum(items.values()))
+    assert list(bytes_in_ways(trainer, ways)) == expected
+    assert expected == sorted(expected, reverse=True)
 
 
 def test_gradients_in_16_bits_take_half_the_room() -> None:

@@ -19,15 +19,15 @@ from msgspec.structs import replace
 
 from streamrl.hardware.memory import (
     ROOMY,
+    PassMemory,
+    bytes_in_ways,
     host_memory,
     kv_capacity,
     offloaded_bytes,
-    trainer_memory,
 )
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.parallelism import slices_experts, splits_context
-from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ReplicaHardware, TrainerHardware
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.errors import RunError
@@ -232,8 +232,8 @@ class TrainerRange:
     """Largest share of a GPU's memory that a trainer may use."""
     framework: FrameworkName | None = None
     """Try only layouts of this framework; None tries all layouts."""
-    refusal: Callable[[Degrees], str] = lambda _: ""
-    """Returns why what is to run the plan cannot run a trainer; "" if it can."""
+    refusal: Callable[[Degrees], str] | None = None
+    """Returns why what is to run the plan cannot run a trainer; "" if it can. None: it can run all."""
 
 
 def fitting_replicas(
@@ -394,16 +394,15 @@ def fitting_trainers(
                     *(*split, among.recompute[0], among.logits[0], False, context, slices),
                     among.kernels.get(zero),
                 )
-                reason = _reason_against(trainer, degrees, among.framework)
-                yield from _ways_to_fit(trainer, degrees, among, reason, cut)
+                placed = degrees.place(trainer)
+                if (reason := _reason_against(placed, among.framework)) is not None:
+                    cut[reason] += 1
+                else:
+                    yield from _ways_to_fit(placed, degrees, among, cut)
 
 
 def _ways_to_fit(
-    trainer: TrainerHardware,
-    degrees: Degrees,
-    among: TrainerRange,
-    reason: str | None,
-    cut: Counter[str],
+    trainer: TrainerHardware, degrees: Degrees, among: TrainerRange, cut: Counter[str]
 ) -> list[Degrees]:
     """Return the trainers with the least recomputation, first without and then with offloading.
 
@@ -411,58 +410,54 @@ def _ways_to_fit(
     recomputation than without it. Logits are computed in chunks only if they do not fit otherwise.
 
     Args:
-        trainer: the run's trainer in the pool of `degrees`.
+        trainer: the trainer with these degrees.
         degrees: how it is split.
         among: the allowed recomputation.
-        reason: why the split is impossible, or None.
         cut: counts reasons.
     """
-    if reason is not None:
-        cut[reason] += 1
-        return []
     found: list[Degrees] = []
     is_tight, refused = False, ""
+    lightest_first = [PassMemory(*way) for way in product(among.recompute, among.logits)]
     for offload in (False, True):
-        ways = _lightest_first(degrees._replace(offload=offload), among)
+        alike, ways = degrees._replace(offload=offload), lightest_first
         if found:
-            ways = ways[: ways.index(found[0]._replace(offload=offload, logits=ways[0].logits))]
-        reasons = [among.refusal(way) for way in ways]
-        ways = [way for way, reason in zip(ways, reasons, strict=True) if not reason]
-        refused = refused if ways or not reasons else reasons[0]
-        way, is_close = _first_that_fits(trainer, ways, among.most_memory)
-        found += [way] if way is not None else []
+            recomputes = [way.recompute for way in ways]
+            ways = ways[: recomputes.index(found[0].recompute)]
+        if among.refusal is not None:
+            reasons = [among.refusal(alike._replace(**way._asdict())) for way in ways]
+            ways = [way for way, reason in zip(ways, reasons, strict=True) if not reason]
+            refused = refused if ways or not reasons else reasons[0]
+        placed = replace(trainer, config=replace(trainer.config, offload=offload))
+        way, is_close = _first_that_fits(placed, ways, among.most_memory)
+        found += [alike._replace(**way._asdict())] if way is not None else []
         is_tight = is_tight or is_close
     if not found:
         cut[refused or (TIGHT if is_tight else TRAINER_MEMORY)] += 1
     return found
 
 
-def _lightest_first(degrees: Degrees, among: TrainerRange) -> list[Degrees]:
-    """Return the combinations of recomputation and logits, the fastest and largest first."""
-    return [
-        degrees._replace(recompute=recompute, logits=loss)
-        for recompute, loss in product(among.recompute, among.logits)
-    ]
-
-
 def _first_that_fits(
-    trainer: TrainerHardware, ways: Sequence[Degrees], most_memory: float
-) -> tuple[Degrees | None, bool]:
+    trainer: TrainerHardware, ways: Sequence[PassMemory], most_memory: float
+) -> tuple[PassMemory | None, bool]:
     """Return the first choice that fits into a share of GPU memory, or None.
 
     The second value is whether a choice fits only into a larger share.
     """
     if not ways:
         return None, False
-    memory = load_gpu(trainer.pool.gpu).usable_memory
-    leanest = ways[-1].place(trainer)
-    least = _trainer_bytes(leanest) / memory
-    if least > 1 or not _holds_offloaded(leanest):
+    memory = trainer.gpu.usable_memory
+    *others, leanest = ways
+    sizes = bytes_in_ways(trainer, [leanest, *others])
+    try:
+        least = next(sizes) / memory
+    except ValueError:  # the model cannot be split that way
+        return None, False
+    if least > 1 or not _holds_offloaded(trainer):
         return None, False
     if least > most_memory:
         return None, True
-    shares = ((way, _trainer_bytes(way.place(trainer)) / memory) for way in ways)
-    return next(way for way, share in shares if share <= most_memory), False
+    fitting = (way for way, size in zip(others, sizes, strict=True) if size / memory <= most_memory)
+    return next(fitting, leanest), False
 
 
 def _holds_offloaded(trainer: TrainerHardware) -> bool:
@@ -474,18 +469,16 @@ def _holds_offloaded(trainer: TrainerHardware) -> bool:
     return offloaded_bytes(trainer) <= host_memory(trainer.pool)
 
 
-def _reason_against(
-    hardware: TrainerHardware, degrees: Degrees, framework: FrameworkName | None
-) -> str | None:
-    """Return why a trainer cannot have this split with any amount of memory, or None if it can."""
-    trainer, model = degrees.change(hardware.config), hardware.model
+def _reason_against(hardware: TrainerHardware, framework: FrameworkName | None) -> str | None:
+    """Return why a trainer cannot have its split with any amount of memory, or None if it can."""
+    trainer, model = hardware.config, hardware.model
     if not has_layout(framework, trainer):
         return OF_FRAMEWORK.format(framework)
-    if degrees.data_parallel > hardware.algorithm.rollouts_per_step:
+    if trainer.data_parallel > hardware.algorithm.rollouts_per_step:
         return RANKS
     domain = hardware.pool.domain
     is_folded = trainer.copies * trainer.tensor_parallel % trainer.expert_ranks == 0
-    if not is_folded or domain % (degrees.expert_tensor_parallel or 1):
+    if not is_folded or domain % (trainer.expert_tensor_parallel or 1):
         return DIVISIBILITY
     if not splits_context(model, trainer):
         return HEADS
@@ -495,14 +488,6 @@ def _reason_against(
     if trainer.num_slices > model.num_layers or (has_too_many and model.experts is None):
         return LAYERS
     return None
-
-
-def _trainer_bytes(trainer: TrainerHardware) -> float:
-    """Return the bytes on the fullest GPU, or infinity if the model cannot be split that way."""
-    try:
-        return sum(trainer_memory(trainer).values())
-    except ValueError:
-        return float("inf")
 
 
 SPLITS = (1, 2, 4, 6, 12)

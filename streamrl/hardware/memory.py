@@ -19,7 +19,10 @@ With `trainer.offload_to` nvme, the optimizer is never on a GPU (`streamrl.hardw
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import inf
+from operator import add
 from typing import NamedTuple, assert_never
 
 from msgspec import Struct
@@ -46,7 +49,13 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.policies_config import SyncConfig
-from streamrl.runfile.roles_config import KEEPS_ONE_COPY, SpeculativeConfig, TrainerConfig
+from streamrl.runfile.roles_config import (
+    KEEPS_ONE_COPY,
+    Logits,
+    Recompute,
+    SpeculativeConfig,
+    TrainerConfig,
+)
 
 PREFILL_CHUNK = 8192
 """Tokens of one forward pass: vLLM's default of max_num_batched_tokens for throughput."""
@@ -420,8 +429,22 @@ def stage_parameters(model: ModelShape, trainer: TrainerConfig) -> list[float]:
     Raises:
         RunError: the model has fewer layers than there are pipeline stages, or cannot be split.
     """
-    shard = shard_parameters(model, trainer) * trainer.pipeline_parallel
-    return split_over_stages(model, shard, trainer.pipeline_parallel, trainer.tensor_parallel)
+    check_split(model, trainer)
+    degrees = (trainer.tensor_parallel, trainer.expert_parallel, trainer.expert_slices)
+    return list(_stage_parameters(model, trainer.pipeline_parallel, *degrees))
+
+
+@lru_cache(maxsize=256)
+def _stage_parameters(
+    model: ModelShape,
+    stages: int,
+    tensor_parallel: int,
+    expert_parallel: int,
+    expert_slices: int,
+) -> tuple[float, ...]:
+    """Return `stage_parameters` of a valid split. The planner asks for it at every number of GPUs."""
+    shard = model.shard_parameters(tensor_parallel, expert_parallel, expert_slices)
+    return tuple(split_over_stages(model, shard, stages, tensor_parallel))
 
 
 def shared_out_parameters(model: ModelShape, trainer: TrainerConfig) -> float:
@@ -451,24 +474,129 @@ def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
     Raises:
         RunError: the model cannot be split as the run file says.
     """
-    model, config, dtype = trainer.model, trainer.config, trainer.dtype
-    states = model_states(model, config, dtype)
+    models, passes = _model_bytes(_split_of(trainer)), _pass_bytes(trainer, trainer.config)
+    totals = _totals(models, passes)
+    peak = max(totals)
+    stage = totals.index(peak)
+    items = {**models.in_passes[stage], "activations": passes.activations[stage], "logits": 0.0}
+    if stage == len(totals) - 1:
+        items |= passes.last
+    if models.step_bytes > peak:
+        peak, items = models.step_bytes, dict(models.in_step)
+    if share := _flat_share(trainer.config):
+        items["flat parameters"] = share * peak
+    return items
+
+
+class PassMemory(NamedTuple):
+    """How the passes of a trainer save memory."""
+
+    recompute: Recompute
+    logits: Logits | None
+
+
+def bytes_in_ways(trainer: TrainerHardware, ways: Iterable[PassMemory]) -> Iterator[float]:
+    """Yield the sum of `trainer_memory` for each of several ways to save memory.
+
+    Raises:
+        RunError: as `trainer_memory`.
+    """
+    models, share = _model_bytes(_split_of(trainer)), _flat_share(trainer.config)
+    for recompute, logits in ways:
+        config = replace(trainer.config, recompute=recompute, logits=logits)
+        peak = max(models.step_bytes, *_totals(models, _pass_bytes(trainer, config)))
+        yield peak + share * peak
+
+
+def _flat_share(config: TrainerConfig) -> float:
+    """Return the bytes of blocks that FSDP1 keeps, as a share of all others."""
+    return FLAT_SHARE if config.zero == 3 and config.sharding == "fsdp" else 0.0
+
+
+class _ModelBytes(NamedTuple):
+    """Bytes of the trainer's models, by what uses them."""
+
+    in_passes: list[dict[str, float]]
+    """On a GPU of each stage, during passes."""
+    in_step: dict[str, float]
+    """On a GPU of the fullest stage, during an optimizer step that loads its states; else empty."""
+    in_host: float
+    """In host memory, for each GPU of the stage with most of them."""
+    pass_bytes: list[float]
+    """Sums of `in_passes`."""
+    step_bytes: float
+    """Sum of `in_step`."""
+
+    @classmethod
+    def of(
+        cls,
+        in_passes: list[dict[str, float]],
+        in_steps: Sequence[dict[str, float]] = (),
+        in_host: float = 0.0,
+    ) -> _ModelBytes:
+        sums = [sum(items.values()) for items in in_passes]
+        in_step = max(in_steps, key=lambda items: sum(items.values()), default={})
+        return cls(in_passes, in_step, in_host, sums, sum(in_step.values()))
+
+
+class _PassBytes(NamedTuple):
+    """Bytes of passes."""
+
+    activations: Sequence[float]
+    """On a GPU of each stage."""
+    last: dict[str, float]
+    """On a GPU of the last stage besides activations, by what uses them."""
+
+
+def _totals(models: _ModelBytes, passes: _PassBytes) -> list[float]:
+    """Return the bytes on a GPU of each stage during passes."""
+    totals = list(map(add, models.pass_bytes, passes.activations))
+    totals[-1] = sum(passes.last.values(), totals[-1])
+    return totals
+
+
+def _split_of(trainer: TrainerHardware) -> TrainerHardware:
+    """Return a trainer without the settings of its passes, which do not change the bytes of its models."""
+    alike = replace(trainer.config, micro_batch=1, recompute="full", logits=None)
+    return replace(trainer, config=alike)
+
+
+@lru_cache(maxsize=64)
+def _model_bytes(trainer: TrainerHardware) -> _ModelBytes:
+    """Return the bytes of models. The planner asks for those of a split with many settings of passes."""
+    states = model_states(trainer.model, trainer.config, trainer.dtype)
+    if not trainer.config.offload:
+        num_models, trained = trainer.num_resident_models, trainer.trained_models
+        resident = [
+            {
+                "weights": state.weights * num_models,
+                "gradients": state.gradients * trained,
+                "optimizer": state.optimizer * trained,
+            }
+            for state in states
+        ]
+        swapped = max(state.weights for state in states) if trainer.swaps_reference else 0.0
+        return _ModelBytes.of(resident, in_host=swapped)
+    most = max(trainer.trained_share, float(trainer.algorithm.has_critic))
+    others = trainer.num_models - 1
+    in_host = max(others * state.weights + _optimizer_in_host(trainer, state) for state in states)
+    in_passes, in_steps = [], []
+    for state in states:
+        alone = {"weights": state.weights, "gradients": state.gradients * most}
+        in_passes.append(alone)
+        if not trainer.config.steps_on_nvme:
+            in_steps.append({**alone, "optimizer": state.optimizer * most})
+    return _ModelBytes.of(in_passes, in_steps, in_host)
+
+
+def _pass_bytes(trainer: TrainerHardware, config: TrainerConfig) -> _PassBytes:
+    """Return the bytes of passes with the settings in `config`."""
     num_tokens = tokens_in_pass(config, trainer.longest_sequence)
-    activations = activation_bytes(model, config, dtype, num_tokens)
-    moments = []
-    for stage, state in enumerate(states):
-        is_last = stage == len(states) - 1
-        passes = {
-            "activations": activations[stage],
-            "logits": logit_bytes(model, config, num_tokens) if is_last else 0.0,
-        }
-        if trainer.trains_drafts and is_last:
-            passes["draft layer"] = trained_draft_bytes(trainer)
-        moments += _moments(trainer, state, passes)
-    peak = max(moments, key=lambda items: sum(items.values()))
-    if config.zero == 3 and config.sharding == "fsdp":
-        peak["flat parameters"] = FLAT_SHARE * sum(peak.values())
-    return peak
+    last = {"logits": logit_bytes(trainer.model, config, num_tokens)}
+    if trainer.trains_drafts:
+        last["draft layer"] = trained_draft_bytes(trainer)
+    activations = activation_bytes(trainer.model, config, trainer.dtype, num_tokens)
+    return _PassBytes(activations, last)
 
 
 def trained_draft_bytes(trainer: TrainerHardware) -> float:
@@ -478,25 +606,6 @@ def trained_draft_bytes(trainer: TrainerHardware) -> float:
     (state,) = model_states(draft, alone, trainer.dtype)
     own_share = draft_parameters(trainer.model) / draft.num_parameters
     return own_share * (state.weights + state.gradients + state.optimizer)
-
-
-def _moments(
-    trainer: TrainerHardware, state: ModelState, passes: dict[str, float]
-) -> list[dict[str, float]]:
-    """Return the bytes on a GPU of one stage at each moment that may be its peak."""
-    if not trainer.config.offload:
-        trained = trainer.trained_models
-        held = {
-            "weights": state.weights * trainer.num_resident_models,
-            "gradients": state.gradients * trained,
-            "optimizer": state.optimizer * trained,
-        }
-        return [{**held, **passes}]
-    most = max(trainer.trained_share, float(trainer.algorithm.has_critic))
-    alone = {"weights": state.weights, "gradients": state.gradients * most}
-    if trainer.config.steps_on_nvme:
-        return [{**alone, **passes}]
-    return [{**alone, **passes}, {**alone, "optimizer": state.optimizer * most}]
 
 
 def check_memory(resolved: ResolvedRun) -> None:
@@ -573,14 +682,7 @@ def host_memory(pool: PoolConfig) -> float:
 
 def offloaded_bytes(trainer: TrainerHardware) -> float:
     """Return the maximum bytes that a node's GPUs of the trainer offload: all but the model in use."""
-    if not (trainer.config.offload or trainer.swaps_reference):
-        return 0.0
-    states = model_states(trainer.model, trainer.config, trainer.dtype)
-    if not trainer.config.offload:
-        return gpus_of_a_node(trainer) * max(state.weights for state in states)
-    others = trainer.num_models - 1
-    a_gpu = max(others * state.weights + _optimizer_in_host(trainer, state) for state in states)
-    return gpus_of_a_node(trainer) * a_gpu
+    return gpus_of_a_node(trainer) * _model_bytes(_split_of(trainer)).in_host
 
 
 def _optimizer_in_host(trainer: TrainerHardware, state: ModelState) -> float:
