@@ -181,6 +181,19 @@ def stages_of(**trainer: Any) -> StageTimes:
     return StageTimes.compose(layer.ranks, layer)
 
 
+def test_trainers_that_differ_only_in_their_ranks_share_no_more_than_layers() -> None:
+    alone = train_costs().stages
+    for split in (
+        {"data_parallel": 4, "zero": 3},
+        {"data_parallel": 2, "zero": 2, "micro_batch": 4},
+        {"data_parallel": 4, "pipeline_parallel": 4, "offload": True, "logits": "chunked"},
+        {"data_parallel": 2, "context_parallel": 2, "recompute": "none"},
+        {"data_parallel": 8, "tensor_parallel": 2, "context_parallel": 2},
+    ):
+        stages = train_costs(**split).stages
+        assert stages == stages_of(**split) != alone, split
+
+
 @pytest.mark.parametrize(
     ("num_stages", "layers"),
     [(1, [28]), (4, [7] * 4), (8, [3, 4, 4, 4, 4, 3, 3, 3]), (16, [1, *[2] * 12, 1, 1, 1])],

@@ -46,8 +46,8 @@ class Corrections:
         return cls(
             calibration=load_calibration(run.costs, run.model),
             path=str(run.costs.calibration),
-            generates_on=resolved.replica.pool.gpu,
-            trains_on=resolved.trainer.pool.gpu,
+            generates_on=run.cluster.pools[run.rollout.pool].gpu,
+            trains_on=run.cluster.pools[run.trainer.pool].gpu,
         )
 
     @property

@@ -46,6 +46,7 @@ from streamrl.sim.batch_generation import StepBatch
 from streamrl.sim.costs.colocation import sync_costs
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.reward_model import reward_costs
+from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.modes import Mode
 from streamrl.sim.planner.objective import values_of
@@ -58,7 +59,7 @@ from streamrl.sim.planner.stage_times import (
     LeastTimes,
     TrainTimes,
     least_times,
-    times_of_trainer,
+    train_times,
 )
 
 Floats = NDArray[np.float64]
@@ -251,10 +252,10 @@ class Estimates:
     def _train(self) -> None:
         """Compute the closed forms of all trainers."""
         run = self.space.run
-        trained = [
-            times_of_trainer(run, trainer.change(run.trainer), self._trained_on)
-            for trainer in self.space.trainers
-        ]
+        factor, trained = run.costs.training_factor, []
+        for trainer in self.space.trainers:
+            costs = TrainingCosts.load(resolve(replace(run, trainer=trainer.change(run.trainer))))
+            trained.append(train_times(costs, run.framework, factor, self._trained_on))
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)

@@ -58,7 +58,7 @@ from streamrl.sim.planner.layouts import (
 from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import within_rent
 from streamrl.sim.planner.reward_replicas import RewardReplicas
-from streamrl.sim.planner.stage_times import FallingLengths, TrainTimes, times_of_trainer
+from streamrl.sim.planner.stage_times import BatchTimes, FallingLengths, times_of_trainer
 from streamrl.sim.planner.target_rules import TargetRules
 from streamrl.targets.back_ends import for_target
 from streamrl.targets.verdicts import check_target
@@ -648,7 +648,7 @@ def _fitting(
 
 def _near_best(
     trainers: list[Degrees],
-    all_times: Sequence[TrainTimes],
+    all_times: Sequence[BatchTimes],
     always: Degrees | None,
     cut: Counter[str],
 ) -> list[Degrees]:
@@ -656,7 +656,7 @@ def _near_best(
 
     Trainers with the layout of `always` are kept.
     """
-    by_gpus: dict[tuple[str, int], list[tuple[Degrees, TrainTimes]]] = defaultdict(list)
+    by_gpus: dict[tuple[str, int], list[tuple[Degrees, BatchTimes]]] = defaultdict(list)
     for trainer, times in zip(trainers, all_times, strict=True):
         by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
     kept: dict[Degrees, None] = {}

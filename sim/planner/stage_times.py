@@ -273,6 +273,14 @@ class FallingLengths:
         return Sums(last + 1, float(self._tokens[last]), float(self._squares[last]), self._longest)
 
 
+class BatchTimes(NamedTuple):
+    """Seconds of training on a complete batch, without the optimizer; see `TrainTimes`."""
+
+    whole: float
+    stream: float
+    optimizer: float
+
+
 class TrainTimes(NamedTuple):
     """Seconds of a step's training, without the optimizer."""
 
@@ -306,27 +314,39 @@ def train_times(
         factor: `costs.training_factor`, by which training is faster than its costs.
         batches: the rollouts of each step.
     """
-    updates = framework.optimizer_steps * framework.epochs
-    whole = np.array([_whole(costs, batch, updates) for batch in batches]) / factor
-    stream = np.array([_stream(costs, batch, updates) for batch in batches]) / factor
+    whole, stream, optimizer = batch_times(costs, framework, factor, batches)
     last = np.array([_last(costs, batch) for batch in batches]) / factor
     least = np.array([_least(costs, batch) for batch in batches]) / factor
+    return TrainTimes(whole, stream, float(last.mean()), float(least.min()), optimizer)
+
+
+def batch_times(
+    costs: TrainingCosts,
+    framework: FrameworkConfig,
+    factor: float,
+    batches: Sequence[FallingLengths],
+) -> BatchTimes:
+    """Return the part of `train_times` that compares trainers. The planner computes it for thousands of them."""
+    updates = framework.optimizer_steps * framework.epochs
+    wholes, streams = [], []
+    for batch in batches:
+        turns = _turns(costs, batch.all)
+        wholes.append(_whole(costs, turns, updates))
+        streams.append(_stream(costs, turns, updates))
     between = (updates - 1) * costs.optimizer_time / factor
-    return TrainTimes(
-        float(whole.mean()) + between,
-        float(stream.mean()) + between,
-        float(last.mean()),
-        float(least.min()),
+    return BatchTimes(
+        float((np.array(wholes) / factor).mean()) + between,
+        float((np.array(streams) / factor).mean()) + between,
         costs.optimizer_time / factor + costs.overhead_time,
     )
 
 
 def times_of_trainer(
     run: Run, trainer: TrainerConfig, batches: Sequence[FallingLengths]
-) -> TrainTimes:
-    """Return the seconds of training on a batch with another trainer; see `train_times`."""
+) -> BatchTimes:
+    """Return the seconds of training on a batch with another trainer; see `batch_times`."""
     costs = TrainingCosts.load(resolve(replace(run, trainer=trainer)))
-    return train_times(costs, run.framework, run.costs.training_factor, batches)
+    return batch_times(costs, run.framework, run.costs.training_factor, batches)
 
 
 def passes_time(
@@ -368,29 +388,29 @@ def closed_form_error(
     part = batch[: max(PART, PART_FILLS * rollouts_that_fill(costs.trainer))]
     closed = _stream if streaming == "stream" else _whole
     updates = framework.optimizer_steps * framework.epochs
-    seconds = closed(costs, FallingLengths(part), updates)
+    seconds = closed(costs, _turns(costs, FallingLengths(part).all), updates)
     return passes_time(costs, algorithm, part, streaming) / seconds if seconds else 1.0
 
 
-def _whole(costs: TrainingCosts, batch: FallingLengths, updates: int) -> float:
+def _whole(costs: TrainingCosts, batch: Turns, updates: int) -> float:
     """Return the seconds of a batch in one command, with a number of optimizer updates."""
-    return _commands(costs, batch.all, commands=1, fills=updates)
+    return _commands(costs, batch, commands=1, fills=updates)
 
 
-def _stream(costs: TrainingCosts, batch: FallingLengths, updates: int) -> float:
+def _stream(costs: TrainingCosts, batch: Turns, updates: int) -> float:
     """Return the seconds of a batch whose commands keep the pipeline full.
 
     Scoring before a command empties the pipeline.
     """
     most = PASSES_PER_COMMAND * rollouts_that_fill(costs.trainer)
-    commands = max(1, ceil(batch.all.num_rollouts / most))
+    commands = max(1, ceil(batch.num_rollouts / most))
     fills = max(updates, commands) if costs.num_scored else updates
-    return _commands(costs, batch.all, commands=commands, fills=fills)
+    return _commands(costs, batch, commands=commands, fills=fills)
 
 
 def _last(costs: TrainingCosts, batch: FallingLengths) -> float:
     longest = batch.longest(rollouts_that_fill(costs.trainer))
-    return _commands(costs, longest, commands=1, fills=1)
+    return _commands(costs, _turns(costs, longest), commands=1, fills=1)
 
 
 def _least(costs: TrainingCosts, batch: FallingLengths) -> float:
@@ -413,14 +433,21 @@ def _least(costs: TrainingCosts, batch: FallingLengths) -> float:
 class Turns(NamedTuple):
     """Times of a rank whose micro-batches are equal."""
 
-    turns: float
-    """Seconds of the slowest stage for all micro-batches."""
+    num_rollouts: int
+    """Rollouts of all ranks."""
+    scored: float
+    """Seconds of the slowest stage for scoring all micro-batches."""
+    trained: float
+    """Seconds of the slowest stage for training on all micro-batches."""
     fill: float
-    """Seconds to fill the pipeline and to empty it again."""
+    """Seconds to fill the pipeline with training and to empty it again."""
 
 
-def _turns(costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
-    """Return the times of scoring and training a batch, spread evenly over ranks and micro-batches."""
+def _turns(costs: TrainingCosts, batch: Sums) -> Turns:
+    """Return the times of scoring and training a batch, spread evenly over ranks and micro-batches.
+
+    A rank needs at least the seconds of the longest rollout alone.
+    """
     trainer, stages = costs.trainer, costs.stages
     ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
     room = max(trainer.max_tokens_per_pass, batch.longest)
@@ -430,35 +457,30 @@ def _turns(costs: TrainingCosts, batch: Sums) -> tuple[float, Turns]:
     share = ranks * num_micro
     mean = (round(batch.tokens / share), batch.squares / 2 / share)
     micro = [mean, longest]
-    scored = stages.scored_times(micro)
     trained = stages.forward_times(micro) + stages.backward_times(micro)
-    return _turn(trainer, scored, num_micro).turns, _turn(trainer, trained, num_micro)
-
-
-def _turn(trainer: TrainerConfig, times: Floats, num_micro: int) -> Turns:
-    """Return the times of a rank, from the seconds of a mean and of the longest micro-batch in each slice.
-
-    A rank needs at least the seconds of the longest rollout alone.
-    """
-    mean, longest = (_of_stages(row, trainer.pipeline_parallel) for row in times)
+    mean, longest = _of_stages(trained, trainer.pipeline_parallel)
     slowest = float(mean.max())
     fill = (float(mean.sum()) - slowest) / trainer.virtual_stages
-    return Turns(max(num_micro * slowest, float(longest.max())), fill)
+    turns = max(num_micro * slowest, float(longest.max()))
+    scored = 0.0
+    if costs.num_scored:
+        mean, longest = _of_stages(stages.scored_times(micro), trainer.pipeline_parallel)
+        scored = max(num_micro * float(mean.max()), float(longest.max()))
+    return Turns(batch.num_rollouts, scored, turns, fill)
 
 
-def _commands(costs: TrainingCosts, rollouts: Sums, *, commands: int, fills: int) -> float:
+def _commands(costs: TrainingCosts, batch: Turns, *, commands: int, fills: int) -> float:
     """Return the seconds of scoring and training rollouts, given the number of commands and pipeline fills.
 
     Training fills a pipeline while scoring leaves it. Models that take turns fill it one after the
     other.
     """
     switches, trained = costs.switches, costs.num_trained * costs.epochs
-    score_turns, train = _turns(costs, rollouts)
     if switches.train_time:
         fills *= costs.num_trained
     switched = costs.num_scored * switches.score_time + trained * switches.train_time
-    turns = costs.num_scored * score_turns + trained * train.turns
-    return commands * switched + costs.informative_share * (turns + fills * train.fill)
+    turns = costs.num_scored * batch.scored + trained * batch.trained
+    return commands * switched + costs.informative_share * (turns + fills * batch.fill)
 
 
 def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:
@@ -466,6 +488,8 @@ def _bare(passes: Sequence[Pass], tokens: float, pairs: float) -> Floats:
 
 
 def _of_stages(slices: Floats, num_stages: int) -> Floats:
-    """Return the seconds of each pipeline stage: the sum over its slices."""
-    summed: Floats = slices.reshape(-1, num_stages).sum(axis=0)
+    """Return (..., stages) seconds from (..., slices): the sum over the slices of each stage."""
+    if slices.shape[-1] == num_stages:
+        return slices
+    summed: Floats = slices.reshape(*slices.shape[:-1], -1, num_stages).sum(axis=-2)
     return summed

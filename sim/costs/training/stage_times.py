@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -49,27 +49,38 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
 
     @classmethod
     def compose(cls, ranks: Ranks, layer: Layer) -> StageTimes:
-        """Combine layers and head; collectives of data-parallel ranks are those of the slowest stage."""
+        """Combine layers, head and transfers between ranks."""
+        return cls.of_layers(ranks, layer).with_transfers(ranks)
+
+    @classmethod
+    def of_layers(cls, ranks: Ranks, layer: Layer) -> StageTimes:
+        """Combine layers and head, without transfers between stages and between data-parallel ranks."""
         shared = ranks.trainer.context_parallel
         passes = (layer.forward(), layer.backward(), layer.head())
         forward, backward, head = (one.shared(shared) for one in passes)
         layers = stage_layers(ranks.model.num_layers, ranks.trainer.num_slices)
         trained, heads = _with_draft_layer(ranks, layers)
-        gather, scatter = ranks.gather_time(), ranks.scatter_time()
-        slices = ranks.trainer.virtual_stages
         late = [[late_forward(layer)], late_backward(layer)] if shared > 1 else [[], []]
         lates = [tuple(tuple(one * count for count in layers) for one in some) for some in late]
         return cls(
             forward=_with_head(forward, trained, head * heads),
             backward=_with_head(backward, trained, layer.head_backward().shared(shared) * heads),
             scored=_with_head(forward, layers, head),
-            gather_time=gather / slices,
-            scatter_time=(ranks.backward_gather_time() + scatter) / slices,
             overlap=layer.constants.gather_overlap,
-            send=_send_time(ranks),
             late_forward=lates[0],
             late_backward=lates[1],
             late_scored=lates[0],
+        )
+
+    def with_transfers(self, ranks: Ranks) -> StageTimes:
+        """Add transfers between stages, and collectives of data-parallel ranks: those of the slowest stage."""
+        gather, scatter = ranks.gather_time(), ranks.backward_gather_time() + ranks.scatter_time()
+        slices = ranks.trainer.virtual_stages
+        return replace(
+            self,
+            gather_time=gather / slices,
+            scatter_time=scatter / slices,
+            send=_send_time(ranks),
         )
 
     @classmethod
@@ -180,8 +191,9 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
         return computed + np.maximum((1 - self.overlap) * wire_time, wire_time - computed)
 
 
-def _lines(passes: Sequence[Pass]) -> Lines:
-    """Combine the passes of all slices."""
+@lru_cache(maxsize=1024)
+def _lines(passes: tuple[Pass, ...]) -> Lines:
+    """Combine the passes of all slices. Trainers that differ in their data-parallel ranks share them."""
     fixed = np.array([one.fixed for one in passes])
     slopes = np.array(
         [[one.per_token for one in passes], [one.per_pair for one in passes]],

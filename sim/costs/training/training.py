@@ -14,6 +14,7 @@ first of these that is available:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import ceil, inf, prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
 from streamrl.sim.costs.training.profile import (
+    Constants,
     ExpertRate,
     GemmRate,
     TrainingProfile,
@@ -196,15 +198,35 @@ def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
 def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, Provenance]:
     """Return the ranks, their best known stages, the further seconds of a step, and the sources."""
     ranks = Ranks.of(trainer)
+    alike = replace(
+        trainer.config, data_parallel=1, zero=1, micro_batch=1, logits=None, offload=False
+    )
+    known = _known_stages(replace(trainer, config=alike))
+    if known.constants is None:
+        return ranks, known.stages, 0.0, known.provenance
+    ranks = replace(ranks, collective=known.constants.collective)
+    stages = known.stages.with_transfers(ranks)
+    return ranks, stages, known.constants.step_time, known.provenance
+
+
+class _KnownStages(NamedTuple):
+    """The best known stages of one data-parallel rank."""
+
+    stages: StageTimes
+    constants: Constants | None
+    """None if the stages include everything."""
+    provenance: Provenance
+
+
+@lru_cache(maxsize=1024)
+def _known_stages(trainer: TrainerHardware) -> _KnownStages:
+    """Choose the stages and their sources. Trainers that differ in their data-parallel ranks share them."""
+    ranks = Ranks.of(trainer)
     efficiency, name = trainer.config.efficiency, trainer.pool.gpu
     if efficiency is not None:
         source = f"run file: trainer.efficiency={efficiency} of peak FLOP/s"
-        return (
-            ranks,
-            StageTimes.assumed(ranks, efficiency),
-            0.0,
-            Provenance.of("roofline", [source]),
-        )
+        stages = StageTimes.assumed(ranks, efficiency)
+        return _KnownStages(stages, None, Provenance.of("roofline", [source]))
     profile = load_training_profile()
     wide, rates = rates_of(profile, "bfloat16"), rates_of(profile, ranks.computes_in)
     if not ranks.gpu.tables:
@@ -214,7 +236,8 @@ def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, 
     if rate is None or name not in rates.gemm or BYTES[ranks.dtype] != MEASURED_BYTES:
         assumed = ranks.gpu.roofline.training_efficiency
         source = f"profiles/gpus/{name}.toml: assumed training_efficiency={assumed}, unmeasured"
-        return ranks, StageTimes.assumed(ranks, assumed), 0.0, Provenance.of("roofline", [source])
+        stages = StageTimes.assumed(ranks, assumed)
+        return _KnownStages(stages, None, Provenance.of("roofline", [source]))
     constants = profile.constants
     ranks = replace(ranks, collective=constants.collective)
     layer = Layer(
@@ -231,7 +254,7 @@ def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, 
     if (unseen := _unseen(trainer)) is not None:
         tier, sources, errors = "roofline", [*sources, unseen], [None, None]
     provenance = Provenance.of(tier, sources, *errors)
-    return ranks, StageTimes.compose(ranks, layer), constants.step_time, provenance
+    return _KnownStages(StageTimes.of_layers(ranks, layer), constants, provenance)
 
 
 def _unseen(trainer: TrainerHardware) -> str | None:
