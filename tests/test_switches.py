@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace as replace_fields
 
 import pytest
 from msgspec.structs import replace
@@ -89,7 +88,7 @@ def test_a_framework_that_offloads_moves_its_optimizer_slowly_at_every_switch() 
     state = model_state(trainer.model, trainer.config, trainer.dtype)
     change = PhaseChange.load(resolved)
     assert change.offload_time >= state.optimizer / 1.8e9
-    in_host_memory = replace_fields(trainer, config=replace(trainer.config, offload=True))
+    in_host_memory = replace(trainer, config=replace(trainer.config, offload=True))
     own = own_switch(resolved.run.framework, "h100")
     assert PhaseChange.of(resolved.replica, in_host_memory, own).offload_time < 1.0
     usual = OwnSwitch(0.0, load_usual().switch_time, "")
