@@ -321,3 +321,17 @@ def test_a_pipeline_is_nearly_as_fast_as_data_parallel_ranks_where_like_follows_
     by_arrival = seconds(data_parallel=2, pipeline_parallel=4, order="arrival")
     assert pipelined == pytest.approx(seconds(data_parallel=8), rel=0.2)
     assert 1.6 * pipelined < by_arrival < 2.4 * pipelined
+
+
+def test_a_controller_sends_padded_rollouts_before_every_pass() -> None:
+    changes = {"algorithm.kl_coefficient": 0.1, "algorithm.old_log_probs": "trainer"}
+    plain, slowed = (
+        TrainingCosts.load(resolve(train_run(changes={**changes, "framework.transfer_time": each})))
+        for each in ("0 s", "1 us")
+    )
+    longest = resolve(train_run()).trainer.longest_sequence
+    lengths = heavy_tailed(128)
+    sent_in = 128 * longest * 1e-6
+    assert plain.num_scored == 2
+    assert slowed.score_time(lengths) - plain.score_time(lengths) == pytest.approx(2 * sent_in)
+    assert slowed.train_time(lengths) - plain.train_time(lengths) == pytest.approx(sent_in)

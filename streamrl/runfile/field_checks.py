@@ -513,6 +513,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     FrameworkConfig: {
         "step_time": SECONDS,
         "switch_time": SECONDS,
+        "transfer_time": SECONDS,
         "checkpoint_time": SECONDS,
     },
 }

@@ -272,6 +272,7 @@ class PipelinedSchedule:
         epochs: int = 1,
         mini_batch: float = inf,
         update_time: float = 0.0,
+        transfer_time: float = 0.0,
     ) -> None:
         """Create a schedule in which every rank is free.
 
@@ -284,10 +285,12 @@ class PipelinedSchedule:
             epochs: times that rollouts are trained on.
             mini_batch: rollouts between two optimizer steps; the last step is a command of its own.
             update_time: seconds of the optimizer steps before the last.
+            transfer_time: seconds in which the controller sends a rollout for a pass.
         """
         self._stages, self._trainer = stages, trainer
         self._scores, self._trains, self._share = scores, trains, share
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
+        self._transfer_time = transfer_time
         self._num_trained = 0
         """Rollouts since the last optimizer step."""
         self._batch: list[int] = []
@@ -301,8 +304,9 @@ class PipelinedSchedule:
         dealt = self._micro_batches_by_rank(lengths, now)
         times = self._by_clock(dealt, self._stages.scored_times, self._share)
         sends = self._sends(dealt)
+        sent_in = self._transfer_time * len(lengths)
         for switch_time in self._scores:
-            self._wait(switch_time, now)
+            self._wait(sent_in + switch_time, now)
             for rank, rows, between in zip(self._ranks, times, sends, strict=True):
                 if self._trainer.virtual_stages > 1:
                     self._interleave(rank, rows, None, between, now)
@@ -315,6 +319,7 @@ class PipelinedSchedule:
         """See `TrainerSchedule`."""
         if self._epochs > 1:
             self._batch += lengths
+        self._wait(self._transfer_time * len(lengths), now)
         self._train_in_mini_batches(lengths, now)
         return self._open_until(now)
 

@@ -105,6 +105,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     """Rollouts between two optimizer steps; inf if a batch has one step."""
     epochs: int
     """Times that a batch is trained on."""
+    transfer_time: float
+    """Seconds in which the controller sends a rollout, padded to the longest, for a pass."""
     provenance: Provenance
     trainer: TrainerConfig
 
@@ -134,6 +136,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             overhead_time=overhead.seconds,
             mini_batch=_mini_batch(run.framework.optimizer_steps, trainer.algorithm),
             epochs=run.framework.epochs,
+            transfer_time=run.framework.transfer_time * trainer.longest_sequence,
             provenance=provenance,
             trainer=trainer.config,
         )
@@ -149,6 +152,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             epochs=self.epochs,
             mini_batch=self.mini_batch,
             update_time=self.optimizer_time,
+            transfer_time=self.transfer_time,
         )
 
     def _score_switches(self) -> list[float]:
