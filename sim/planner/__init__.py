@@ -10,6 +10,7 @@ Files to read first:
 - `objective.py` and `scores.py`: compute the objective that ranks plans.
 - `allocation.py`: divides GPUs between generation and training by StreamRL's Algorithm 1.
 - `shifts.py` and `sensitivity.py`: the effect of other lengths, prices, bandwidth and training speed.
+- `choice_after.py`: the option that the rule of the plan chooses after such a change.
 - `options.py`: chooses the three to five plans of the answer.
 - `plan_description.py` and `plan.py`: describe the result and write it as plan.json.
 - `plan_settings.py`: converts a plan to keys of a run file, and back.

@@ -283,8 +283,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     is_other: bool
     gain: float
     """Share of the objective that the other plan saves after the change, as simulated; 0 if the
-    choice stays.
+    choice stays. It is negative if the rule of the plan chooses a dearer plan that is faster.
     """
+    option: int | None = None
+    """Number of the plan in `options`; None if it is no option, or if an earlier version wrote the file."""
+    relation: str = ""
+    """If the rule of the plan chooses another option: its dollars and time after the change against
+    those of the recommended plan.
+    """
+    reason: str = ""
+    """The reason of the rule."""
     settings: dict[str, str | int | float | bool] = {}
     """All keys of the run file that the other plan sets; empty if the choice stays."""
     is_used: bool = True

@@ -29,6 +29,7 @@ from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
 from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
+from streamrl.sim.planner.choice_after import NewChoice, choices_after, with_choices
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, check_free_plans
@@ -73,7 +74,7 @@ MOST_RETURNS = 3
 """Most times that finalists are compared again because a what-if suggests other plans."""
 FASTEST_MIXED = 4
 """Plans with two kinds of replicas that are simulated for the row of the fastest plan."""
-NOT_JUDGED = Judgement([], {})
+NOT_JUDGED = Judgement([], {}, [])
 """The sensitivity of a plan if no time is left for it."""
 
 
@@ -183,6 +184,9 @@ def _plan(
     elif near.parts is not None:
         others.add("on parts of a node", near.parts)
     rows = options.rows(others.simulate(pool, progress.on("options")))
+    offered = [row.index for row in rows[1:] if row.search is search and row.is_offered]
+    changed = choices_after(search, race, chosen, judged, offered, pool, progress.on("what if"))
+    judged = with_choices(judged, changed)
     objective, (metrics, *_) = run.plan.objective, race.steady[chosen]
     planned = race.planned(chosen)
     losses = expected_losses(planned, metrics.step_time)
@@ -193,7 +197,7 @@ def _plan(
         PlanDescription(search, race, chosen),
         whole_run_of(race.steady[chosen], run.cluster),
     )
-    table = describe_rows(rows)
+    table, numbers = describe_rows(rows), numbers_of(rows, search)
     plan = Plan(
         whole_run=whole,
         allocation=found.chosen,
@@ -224,9 +228,12 @@ def _plan(
         lower_bound=min(value, float(bounds.min())),
         gap=max(0.0, value / float(bounds.min()) - 1),
         own_bound=min(value, float(bounds[chosen])),
-        runners_up=found.runners_up(numbers_of(rows, search)),
+        runners_up=found.runners_up(numbers),
         pareto=found.pareto(),
-        sensitivity=[_change(search, chosen, verdict, value) for verdict in judged.verdicts],
+        sensitivity=[
+            _change(search, chosen, verdict, value, numbers, changed.get(verdict.what))
+            for verdict in judged.verdicts
+        ],
         not_varied=judged.left_out,
         tighter=near.tighter,
         staleness_cost=run.plan.staleness_cost,
@@ -434,16 +441,30 @@ class _Progress:
         return tell
 
 
-def _change(search: Search, chosen: int, verdict: Verdict, value: float) -> Change:
-    other = verdict.other
+def _change(
+    search: Search,
+    chosen: int,
+    verdict: Verdict,
+    value: float,
+    numbers: Mapping[int, int],
+    new: NewChoice | None,
+) -> Change:
+    """Describe a what-if: the effect on the chosen plan, and the plan to choose instead."""
+    other, other_value = verdict.other, verdict.other_value
+    if new is not None:
+        other, other_value = search.space.candidate(new.plan), new.effect.value
     text = describe(search.space.run.cluster.pools, other or search.space.candidate(chosen))
-    gain = 1 - verdict.other_value / verdict.value
+    place = chosen if other is None else search.space.index_of(other)
+    gain = 1 - other_value / verdict.value
     return Change(
         what=verdict.what,
         value=value * verdict.value,
         still_fits=verdict.still_fits,
         choice=text,
         is_other=other is not None,
+        option=None if place is None else numbers.get(place),
+        relation="" if new is None else new.relation,
+        reason="" if new is None else new.reason,
         settings={} if other is None else settings_of(other),
         is_used=verdict.is_used,
         is_estimate=verdict.is_estimate,

@@ -89,10 +89,27 @@ NO_EFFECT = f"the effect on the objective is below {LEAST:.1%}"
 Mask: TypeAlias = NDArray[np.bool_]
 
 
+class Effect(NamedTuple):
+    """Ratios of a plan after a change to the chosen plan before it, over the same steps."""
+
+    value: float
+    """Of the objectives."""
+    seconds: float
+    """Of the step times."""
+    dollars: float
+    """Of the costs of a step."""
+    bill: float
+    """Of the bills of the whole run, which may have set-up, minimum terms and storage."""
+
+
+SAME = Effect(1.0, 1.0, 1.0, 1.0)
+"""The ratios of a change without an effect."""
+
+
 class Verdict(NamedTuple):
     """The effect of a change on the choice."""
 
-    what: str
+    shift: Shift
     value: float
     """Ratio of the objective after the change to that before. It is the chosen plan's, or the other
     plan's if the chosen one no longer fits.
@@ -112,6 +129,15 @@ class Verdict(NamedTuple):
     seconds: float = 1.0
     dollars: float = 1.0
     """Ratios of the time of a step and of the bill of the whole run, of the same plan as `value`."""
+    effect: Effect | None = None
+    """Ratios of the chosen plan; None if the change was not simulated, or if the plan no longer fits."""
+    other_effect: Effect | None = None
+    """Ratios of the other plan."""
+
+    @property
+    def what(self) -> str:
+        """The change, such as "lengths +20%"."""
+        return self.shift.what
 
 
 class Judgement(NamedTuple):
@@ -120,6 +146,8 @@ class Judgement(NamedTuple):
     verdicts: list[Verdict]
     left_out: dict[str, str]
     """Things whose change cannot change the choice or its objective, each with the reason."""
+    idle: list[Verdict]
+    """The effects of those among them that other plans use."""
 
 
 def judge(
@@ -148,7 +176,53 @@ def judge(
     paired = _with_way_out(paired, search, spend, pool, watch)
     found = [(look.shift, _verdict(look, search, spend, *pair)) for look, pair in paired]
     left_out |= _without_effect(found)
-    return Judgement([each for shift, each in found if shift.thing not in left_out], left_out)
+    verdicts = [each for shift, each in found if shift.thing not in left_out]
+    return Judgement(verdicts, left_out, [each for _, each in found if each not in verdicts])
+
+
+def effects_of(
+    search: Search,
+    index: int,
+    changes: Sequence[Shift],
+    pool: Executor,
+    watch: Callable[[], None] = lambda: None,
+) -> list[Effect | None]:
+    """Return the ratios of a plan after each change to itself before; None where it does not fit or no time is left."""
+    looks = []
+    for shift in changes:
+        candidate: Candidate | None = search.space.candidate(index)
+        if candidate is not None and not _fits(shift, candidate):
+            candidate = _variant(shift, candidate)
+        looks.append(_Look(shift, index, candidate, _after(shift, search)))
+    return [ours for _, (ours, _) in _simulate(looks, search, pool, watch)]
+
+
+def estimated_effects(search: Search, shift: Shift, plans: Sequence[int]) -> list[Effect]:
+    """Return the estimated ratios of plans after a change to the same plans before."""
+    corrections, plan, found = _corrections(search), search.space.run.plan, []
+    for estimates in (search.estimates, _after(shift, search)):
+        figures = _Expected.of(search, estimates, corrections)
+        dollars = figures.steps * estimates.space.prices + estimates.egress(figures.steps)
+        bill = dollars * estimates.billed(figures.steps, search.lags, plan)
+        found.append((figures.values, figures.steps, dollars, bill))
+    ratios = [_ratio(after, before) for before, after in zip(*found, strict=True)]
+    return [Effect(*(float(each[index]) for each in ratios)) for index in plans]
+
+
+def _ratio(after: Floats, before: Floats) -> Floats:
+    """Return the ratios of two figures of all plans; 1 where a plan costs nothing."""
+    return np.divide(after, before, out=np.ones(len(before)), where=before > 0)
+
+
+def spend_after(search: Search, before: Spend[float], effect: Effect) -> Spend[float]:
+    """Return the dollars and seconds of a plan after a change, given those before."""
+    setup = search.space.run.cluster.billing.setup_time
+    return Spend(
+        before.per_step * effect.dollars,
+        before.per_day * effect.dollars / effect.seconds,
+        before.whole * effect.bill,
+        setup + (before.seconds - setup) * effect.seconds,
+    )
 
 
 # What is left out ---------------------------------------------------------------------------------
@@ -339,22 +413,7 @@ def _corrections(search: Search) -> Floats:
 # Simulations --------------------------------------------------------------------------------------
 
 
-class _Paired(NamedTuple):
-    """Ratios of a plan after a change to the chosen plan before it, over the same steps."""
-
-    value: float
-    """Of the objectives."""
-    seconds: float
-    """Of the step times."""
-    dollars: float
-    """Of the costs of a step."""
-    bill: float
-    """Of the bills of the whole run, which may have set-up, minimum terms and storage."""
-
-
-SAME = _Paired(1.0, 1.0, 1.0, 1.0)
-"""The ratios of a change without an effect."""
-_Pair: TypeAlias = tuple[_Paired | None, _Paired | None]
+_Pair: TypeAlias = tuple[Effect | None, Effect | None]
 """Ratios of the chosen and of the other plan, each None if it was not simulated."""
 _Key: TypeAlias = tuple[int, Candidate]
 """Index of a change and the plan that is simulated with it."""
@@ -456,7 +515,7 @@ def _pair(look: _Look, search: Search, speeds: Mapping[_Key, Speed], place: int)
 
 def _ratios(
     look: _Look, search: Search, before: Speed, after: Speed, candidate: Candidate
-) -> _Paired:
+) -> Effect:
     """Return the ratios of a plan after a change to the chosen plan before it."""
     last = min(len(before.step_times), len(after.step_times), after.counted_steps[1])
     first = min(_first_counted(look, search, candidate, last), last)
@@ -470,7 +529,7 @@ def _ratios(
     before = _billed(before, search.space.candidate(look.chosen_index).apply(run))
     after = _billed(after, candidate.apply(look.shift.run))
     dollars = after.cost_per_step / before.cost_per_step if before.cost_per_step else 1.0
-    return _Paired(
+    return Effect(
         value_of(plan, after) / value_of(plan, before),
         after.step_time / before.step_time,
         dollars,
@@ -531,7 +590,7 @@ def _with_way_out(
 
 def _first_way_out(
     look: _Look,
-    ours: _Paired,
+    ours: Effect,
     search: Search,
     spend: Spend[float],
     pool: Executor,
@@ -591,7 +650,7 @@ def _checked(
     ]
 
 
-def _without_effect_of(shift: Shift, ratios: _Paired | None) -> _Paired:
+def _without_effect_of(shift: Shift, ratios: Effect | None) -> Effect:
     """Return ratios without an effect on the objective. Other lengths still change the time and dollars of a step."""
     return SAME if ratios is None or shift.kind != "lengths" else ratios._replace(value=1.0)
 
@@ -622,7 +681,7 @@ def _is_contrary(shift: Shift, search: Search, ratio: float) -> bool:
 
 def _simulate_longer(
     looks: Sequence[_Look], search: Search, pool: Executor, watch: Callable[[], None]
-) -> list[_Paired]:
+) -> list[Effect]:
     """Return the ratios of the chosen plan over more steps, or those of no effect if it may be chance."""
     if not looks:
         return []
@@ -651,8 +710,8 @@ def _verdict(
     look: _Look,
     search: Search,
     spend: Spend[float],
-    ours: _Paired | None,
-    theirs: _Paired | None,
+    ours: Effect | None,
+    theirs: Effect | None,
 ) -> Verdict:
     """Compare the chosen plan with the one that is better by estimate."""
     own = search.space.candidate(look.chosen_index)
@@ -661,7 +720,7 @@ def _verdict(
     if look.chosen is None:
         found = theirs or SAME
         return Verdict(
-            what=shift.what,
+            shift=shift,
             value=found.value,
             still_fits=False,
             other=None if theirs is None else other,
@@ -673,9 +732,9 @@ def _verdict(
     breaks = () if ours is None else _broken(search, spend, ours)
     if other is None or theirs is None or not _is_better(search, spend, ours, theirs, breaks):
         other, theirs = None, None
-    found = ours or _Paired(look.ratio, look.seconds, look.seconds, look.seconds)
+    found = ours or Effect(look.ratio, look.seconds, look.seconds, look.seconds)
     return Verdict(
-        what=shift.what,
+        shift=shift,
         value=found.value,
         still_fits=True,
         other=other,
@@ -685,14 +744,16 @@ def _verdict(
         breaks=breaks,
         seconds=found.seconds,
         dollars=found.bill,
+        effect=ours,
+        other_effect=theirs,
     )
 
 
 def _is_better(
     search: Search,
     spend: Spend[float],
-    ours: _Paired | None,
-    theirs: _Paired,
+    ours: Effect | None,
+    theirs: Effect,
     breaks: tuple[str, ...],
 ) -> bool:
     """Return whether another plan, as simulated, is to be chosen after a change."""
@@ -708,16 +769,9 @@ def is_ahead(other: float, chosen: float) -> bool:
     return other <= IS_AHEAD * chosen
 
 
-def _broken(search: Search, before: Spend[float], after: _Paired) -> tuple[str, ...]:
+def _broken(search: Search, before: Spend[float], after: Effect) -> tuple[str, ...]:
     """Return the keys of the limits that a plan exceeds after a change, and the chosen plan not before."""
-    seconds, dollars = after.seconds, after.dollars
-    setup = search.space.run.cluster.billing.setup_time
-    spend = Spend(
-        before.per_step * dollars,
-        before.per_day * dollars / seconds,
-        before.whole * after.bill,
-        setup + (before.seconds - setup) * seconds,
-    )
+    spend = spend_after(search, before, after)
     return tuple(
         f"plan.{limit.key}"
         for limit in limits_of(search.space.run.plan)

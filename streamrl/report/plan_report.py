@@ -262,13 +262,22 @@ def _alterations(plan: Plan) -> Iterator[str]:
         yield f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them"
     others = [change for change in plan.sensitivity if change.is_other]
     for change in others:
-        effect = f"saves {_gain(change)}" if change.gain >= 0 else _keeping_limits(plan, change)
-        yield f"another choice with {change.what}: {change.choice}, which {effect}"
+        yield f"another choice with {change.what}: {changed_choice_text(plan, change)}"
     for change in plan.sensitivity:
         if change.breaks and not change.is_other:
             yield f"with {change.what} it exceeds {listing(limits_in_words(plan, change.breaks))}"
     if plan.sensitivity and not others:
-        yield f"none of {len(plan.sensitivity)} what-ifs alters the choice"
+        yield f"the same rule chooses this plan under each of {len(plan.sensitivity)} what-ifs"
+
+
+def changed_choice_text(plan: Plan, change: Change) -> str:
+    """Return the plan that is chosen after a change, and why."""
+    if change.reason:
+        option = plan.options[(change.option or 1) - 1]
+        name = f"option {option.number} ({', '.join(option.labels)})"
+        return f"{name}: {change.relation}; {change.reason}"
+    effect = f"saves {_gain(change)}" if change.gain >= 0 else _keeping_limits(plan, change)
+    return f"{change.choice}, which {effect}"
 
 
 def detail_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
@@ -500,7 +509,13 @@ def _doubt(plan: Plan, runner: RunnerUp) -> str:
 def _sensitivity(plan: Plan) -> Table:
     table = Table("if", "the whole run", "saves", "better then", box=None, pad_edge=False)
     for change in plan.sensitivity:
-        other = (_gain(change), change.choice) if change.is_other else ("", "no other")
+        other = ("", "no other")
+        if change.is_other:
+            other = (
+                ("", changed_choice_text(plan, change))
+                if change.reason
+                else (_gain(change), change.choice)
+            )
         table.add_row(change.what, _given(plan, change), *other)
     return table
 

@@ -279,7 +279,7 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
         )
     others = [c for c in found.changes if c.is_other or c.breaks or not c.still_fits]
     if found.changes and not others:
-        section.text.append("The chosen plan stays the best under each of these changes.")
+        section.text.append("Under each of these changes, the same rule chooses this plan again.")
     if found.plan is not None and found.changes:
         section.tables.append(_totals_table(found.plan))
     if found.left_out:
@@ -346,6 +346,8 @@ def _saves(plan: Plan, each: Change) -> str:
     """Return what another plan saves after a change, or why the chosen one cannot be kept."""
     if not each.still_fits:
         return "the chosen one does not fit; the figures are of this one"
+    if each.reason:
+        return f"{each.relation}; {each.reason}"
     saved = f"saves {percent(each.gain)} then"
     if each.gain < 0:
         saved = f"{percent(-each.gain)} worse by plan.objective then"
