@@ -19,7 +19,7 @@ from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import judge
 from tests.report_directories import write_planned
 from tests.test_decision_rules import billed, drifting, searched
-from tests.test_plan import Here
+from tests.test_plan import SMALL, Here, few, planned
 
 
 def figures(plan: int, dollars: float, seconds: float) -> Figures:
@@ -143,3 +143,13 @@ def test_terminal_and_page_name_the_option_that_is_chosen_then(tmp_path: Path) -
     page = render_markdown(make_page(read_report([directory]))).replace("\N{NO-BREAK SPACE}", " ")
     assert f"2 · {second.labels[0]}" in page
     assert "about 9 % dearer; it is faster then" in page
+
+
+def test_the_best_option_that_something_can_run_is_chosen_by_the_rule() -> None:
+    plan = planned(few(SMALL)).plan
+    able = [o for o in plan.options if o.is_offered and any(v.can_run for v in o.carried_by)]
+    least = min(option.whole_run.dollars for option in able)
+    kept = [option for option in able if option.whole_run.dollars <= 1.1 * least]
+    fastest = min(kept, key=lambda option: option.whole_run.wall_time)
+    assert 0 < len(able) < len(plan.options) and plan.options[0] not in able
+    assert plan.best_to_run == fastest.number

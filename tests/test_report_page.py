@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from streamrl.hardware.profiles import load_model
 from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import IDLE
+from streamrl.report.next_steps import runners_text
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.explorer import estimate_note
@@ -39,7 +40,7 @@ from streamrl.report.pictures.drawing import (
     width_of,
 )
 from streamrl.report.pictures.scatter import Point, front_of, scatter_picture, stairs
-from streamrl.report.plan_report import head_lines, not_offered_text, total_lines
+from streamrl.report.plan_report import head_lines, not_offered_text, plan_report, total_lines
 from streamrl.report.words import NBSP, SYSTEMS
 from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.targets.verdicts import Verdict
@@ -53,6 +54,7 @@ from tests.report_directories import (
 )
 from tests.runs import small_run
 from tests.test_plan import few, planned
+from tests.test_report_figures import printed
 
 VOID = {"meta", "link", "line", "br"}
 ASKS_FOR = re.compile(r"""(?:src|href|srcset|data)\s*=|url\(|@import|<script|<iframe|<object""")
@@ -664,7 +666,7 @@ def test_an_option_on_parts_of_a_node_names_the_pools_that_are_rented_by_the_nod
     assert "keys of [plan]" in not_offered_text(by_node, own)
 
 
-def test_the_lead_names_what_can_run_a_plan_or_the_cheapest_option_that_something_can(
+def test_page_and_terminal_say_first_what_can_run_a_plan_or_the_best_option_that_something_can(
     tmp_path: Path,
 ) -> None:
     directory = write_planned(tmp_path / "plan")
@@ -675,14 +677,19 @@ def test_the_lead_names_what_can_run_a_plan_or_the_cheapest_option_that_somethin
     def page_of(own: Verdict, *others: Verdict) -> Page:
         first, *rest = plan.options
         options = [first, *(replace(each, carried_by=list(others)) for each in rest)]
-        write_plan(replace(plan, carried_by=[own], options=options), directory)
-        return make_page(read_report([directory]))
+        best = 2 if any(each.can_run for each in others) else None
+        changed = replace(plan, carried_by=[own], options=options, best_to_run=best)
+        write_plan(changed, directory)
+        page = make_page(read_report([directory]))
+        told = runners_text(changed)
+        assert page.answer.endswith(told)
+        head = " ".join(" ".join(printed(plan_report(changed))[:4]).split())
+        assert f". {told} whole run: ".replace("\N{NO-BREAK SPACE}", " ") in head
+        return page
 
     assert "It can be run by verl." in page_of(able).answer
-    offered = [each for each in plan.options[1:] if each.is_offered]
-    cheapest = min(offered, key=lambda each: each.whole_run.dollars)
     page = page_of(refused, able)
-    assert f"something can run is option {cheapest.number}, with $" in page.answer
+    assert "The best option that something can run is option 2, with $" in page.answer
     assert "or another option, as it is" in page_of(refused).answer
     assert any("verl not in the mode stream-async" in step.text for step in page.steps)
 

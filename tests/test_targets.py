@@ -41,7 +41,7 @@ def verdicts_of(changes: dict[str, Any]) -> list[Verdict]:
 def plan_of(verdicts: list[Verdict], framework: FrameworkName | None = None) -> Any:
     """Return what the last lines of a plan need."""
     named = None if framework is None else SimpleNamespace(name=framework)
-    return SimpleNamespace(carried_by=verdicts, framework=named)
+    return SimpleNamespace(carried_by=verdicts, framework=named, best_to_run=None)
 
 
 def broken(changes: dict[str, Any], name: TargetName) -> str:
@@ -167,7 +167,11 @@ def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> Non
     verdicts = verdicts_of({"rollout.pipeline_parallel": 2, "rollout.tensor_parallel": 2})
     assert not any(each.can_run for each in verdicts)
     (line,) = next_lines(plan_of(verdicts), Path("plan.toml"))
-    assert line.startswith("next: plan for what is to run it, such as --for execute")
+    assert line.startswith("next: add --for execute or --for verl")
+    plan = plan_of(verdicts)
+    plan.best_to_run = 3
+    first, second = next_lines(plan, Path("plan.toml"))
+    assert first.startswith("next: add --take 3 ") and second.startswith("or:   add --for ")
     assert [line.partition(":")[0] for line in verdict_lines(verdicts)] == ["not by"]
 
 

@@ -173,7 +173,9 @@ def _choice(
     return NewChoice(best.plan, ratios, relation, _reason(plan, found, own, best))
 
 
-def best_of(plan: PlanConfig, found: Sequence[Figures], chosen: int) -> Figures | None:
+def best_of(
+    plan: PlanConfig, found: Sequence[Figures], chosen: int | None = None
+) -> Figures | None:
     """Return the plan that the rule of a search chooses; None if no plan keeps the limits.
 
     The recommended plan stays unless another one is better by more than `ALIKE`, as in the search.

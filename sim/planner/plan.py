@@ -494,6 +494,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What can run the plan, and the first rule of each other target that it breaks. Empty if an earlier
     version wrote the plan.
     """
+    best_to_run: int | None = None
+    """Number of the option that the rule of the plan chooses among those that something can run; None
+    if nothing can run any of them, or if an earlier version wrote the plan.
+    """
     drafts: str = ""
     """Assumptions about speculative decoding and their source; empty if plans could not choose it.
     """

@@ -29,7 +29,13 @@ from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
 from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
-from streamrl.sim.planner.choice_after import NewChoice, choices_after, with_choices
+from streamrl.sim.planner.choice_after import (
+    Figures,
+    NewChoice,
+    best_of,
+    choices_after,
+    with_choices,
+)
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, check_free_plans
@@ -37,6 +43,7 @@ from streamrl.sim.planner.options import (
     MUCH_FASTER,
     Options,
     OtherRows,
+    Row,
     describe_rows,
     numbers_of,
 )
@@ -47,6 +54,7 @@ from streamrl.sim.planner.plan import (
     Plan,
     PlanFrame,
     PlannedFramework,
+    PlanOption,
     WhatIf,
 )
 from streamrl.sim.planner.plan_description import (
@@ -246,9 +254,21 @@ def _plan(
         what_if=near.what_if,
         framework=_of_framework(planned, scope),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
+        best_to_run=_best_to_run(run.plan, rows, table),
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)
+
+
+def _best_to_run(plan: PlanConfig, rows: Sequence[Row], table: Sequence[PlanOption]) -> int | None:
+    """Return the number of the option that the rule chooses among those that something can run."""
+    able = [
+        Figures(option.number, row.spend, row.search.value_of(row.metrics))
+        for row, option in zip(rows, table, strict=True)
+        if option.is_offered and any(each.can_run for each in option.carried_by)
+    ]
+    best = best_of(plan, able)
+    return None if best is None else best.plan
 
 
 class _Near(NamedTuple):

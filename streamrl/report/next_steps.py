@@ -8,11 +8,34 @@ from pathlib import Path
 from typing import get_args
 
 from streamrl.export.option_table import ExportName
+from streamrl.report.words import money, time_in_words
+from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan
 from streamrl.targets.verdicts import Verdict
 
 PLACEHOLDERS = {"model.path": "DIR", "workload.prompts": "FILE", "verifier.scorer": "NAME"}
 """What stands for a value that a run file must have to be executed."""
+
+
+def runners_text(plan: Plan) -> str:
+    """Return what can run a plan; if nothing can, the option that the rule chooses among those that something can run."""
+    if able := _able(plan.carried_by):
+        return f"It can be run by {able}."
+    if plan.best_to_run is None:
+        return "Nothing here can run this plan, or another option, as it is."
+    best = plan.options[plan.best_to_run - 1]
+    whole = best.whole_run
+    cost = f"{money(whole.dollars)} and " if whole.dollars else ""
+    return (
+        "Nothing here can run this plan as it is. The best option that something can run is "
+        f"option {best.number}, with {cost}{time_in_words(whole.wall_time)}: {_able(best.carried_by)} can run it."
+    )
+
+
+def _able(verdicts: Sequence[Verdict]) -> str:
+    """Return what can run a plan, by name; empty if nothing can."""
+    names = [each.name for each in verdicts if each.can_run]
+    return listing(["`streamrl execute`" if name == "execute" else name for name in names])
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
@@ -45,7 +68,10 @@ def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
     if own := _without_script(plan):
         yield f"next: set the options of {own} as {plan_file} has them; no launch script is written for {own}"
     if not any(each.can_run for each in plan.carried_by):
-        yield "next: plan for what is to run it, such as --for execute or --for verl"
+        ways = ["add --for execute or --for verl to search only plans that it can run"]
+        if (best := plan.best_to_run) is not None:
+            ways.insert(0, f"add --take {best} to the command to write option {best}")
+        yield from (f"{'or:  ' if place else 'next:'} {way}" for place, way in enumerate(ways))
 
 
 def start_commands(plan: Plan, plan_file: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from streamrl.record.band import ends_of, mixed_basis
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.next_steps import differing
+from streamrl.report.next_steps import differing, runners_text
 from streamrl.report.run_tables import basis_of, dollars_text, fact_lines, headline, time_text
 from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, gpu_word, rent_text, sides_of_plan
 from streamrl.runfile.formatting import (
@@ -102,6 +102,7 @@ def plan_report(plan: Plan, *, intervals: bool = False, details: bool = False) -
         details: whether to show all facts, the runners-up, the what-ifs and what was left out as well.
     """
     parts: list[RenderableType] = [Text(decision_text(plan), style="bold")]
+    parts += [_indented(runners_text(plan).replace(NBSP, " "))] if plan.carried_by else []
     parts += [_indented(line) for line in total_lines(plan, intervals=intervals)]
     if not plan.options:
         parts += [_indented(plan.allocation.text)]

@@ -198,7 +198,7 @@ def _updates(lag: float) -> str:
 
 
 def _chance(sources: Sources, options: Sequence[Option]) -> Iterator[str]:
-    """Yield the runners-up whose gap is within the interval of the difference."""
+    """Yield the runners-up whose difference from their plan, in either direction, is within its interval."""
     runners = [runner for made in sources.plans for runner in made.plan.runners_up]
     those = [option for option in options if option.kind == "runner-up"]
     alike = [
@@ -207,8 +207,8 @@ def _chance(sources: Sources, options: Sequence[Option]) -> Iterator[str]:
         if runner.is_beyond_chance is False
     ]
     if alike:
-        verb, noun = ("is", "Option") if len(alike) == 1 else ("are", "Options")
-        yield f"{noun} {listing(alike)} {verb} behind by no more than the 95 % interval of the difference: that may be chance."
+        verb, noun = ("differs", "Option") if len(alike) == 1 else ("differ", "Options")
+        yield f"{noun} {listing(alike)} {verb} from the plan by no more than the 95 % interval of the difference: that may be chance."
 
 
 def _work_note(options: list[Option]) -> Iterator[str]:

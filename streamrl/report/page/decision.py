@@ -10,7 +10,7 @@ from pathlib import Path
 from streamrl.record.band import Band
 from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
-from streamrl.report.next_steps import differing, start_commands
+from streamrl.report.next_steps import differing, runners_text, start_commands
 from streamrl.report.page.answer import Tile
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.comparison import why
@@ -59,30 +59,8 @@ def lead_of(made: PlanMade) -> str:
     chosen += in_plain_words(f" It keeps {listing(kept)}.") if kept else ""
     at_worst = in_plain_words(plan.at_worst)
     chosen += f" {at_worst[0].upper()}{at_worst[1:]}." if at_worst else ""
-    chosen += f" {_who_runs(plan)}" if plan.carried_by else ""
+    chosen += f" {runners_text(plan)}" if plan.carried_by else ""
     return f"{duties_text(plan.allocation)}.{chosen}"
-
-
-def _who_runs(plan: Plan) -> str:
-    """Return what can run a plan; if nothing can, the cheapest option that something can run."""
-    if able := _able(plan.carried_by):
-        return f"It can be run by {able}."
-    others = [each for each in plan.options if each.is_offered and _able(each.carried_by)]
-    if not others:
-        return "Nothing here can run this plan, or another option, as it is."
-    best = min(others, key=lambda each: (each.whole_run.dollars, each.whole_run.wall_time))
-    whole = best.whole_run
-    cost = f"{money(whole.dollars)} and " if whole.dollars else ""
-    return (
-        "Nothing here can run this plan as it is. The cheapest option that something can run is "
-        f"option {best.number}, with {cost}{time_in_words(whole.wall_time)}: {_able(best.carried_by)} can run it."
-    )
-
-
-def _able(verdicts: Sequence[Verdict]) -> str:
-    """Return what can run a plan, by name; empty if nothing can."""
-    names = [each.name for each in verdicts if each.can_run]
-    return listing(["`streamrl execute`" if name == "execute" else name for name in names])
 
 
 SHORT = 3
@@ -136,7 +114,7 @@ def _range_text(band: Band, show: Callable[[float], str]) -> str:
 
 
 def _end_tile(seconds: float, band: Band, today: date) -> Tile:
-    """Return when the run ends if it starts with the day after that of the page: to the minute if that is within days."""
+    """Return when the run ends if it starts at the midnight after the page was made: to the minute if that is within days."""
     start = datetime.combine(today + timedelta(days=1), time())
     is_near = band.high < SHORT * SECONDS_PER_DAY
 
@@ -146,7 +124,7 @@ def _end_tile(seconds: float, band: Band, today: date) -> Tile:
         return f"{day}, {at:%H:%M}" if is_near else day
 
     first, last = end(band.low), end(band.high)
-    note = f"if it starts on {day_text(start.date(), has_year=False)} at 00:00"
+    note = f"assumes a start at the midnight after this page was made: {day_text(start.date(), has_year=False)}, 00:00"
     if first != last:
         note += f"; band {first} to {last}"
     is_other_year = (start + timedelta(seconds=seconds)).year != today.year

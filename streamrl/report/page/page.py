@@ -83,7 +83,7 @@ def make_page(
 
     Args:
         report: the data.
-        today: the date of the page, on which a plan would start; by default the present day.
+        today: the date of the page, after which a plan would start; by default the present day.
         simulator: predicts executed runs; without it, only simulations of the report do.
     """
     sources, options = report
