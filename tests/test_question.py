@@ -14,16 +14,19 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl import api
+from streamrl.report.plan_report import why_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
 from streamrl.sim.planner import answers
 from streamrl.sim.planner.first_answer import Question, assumptions_of, first_answer, run_table_of
 from streamrl.sim.planner.objective import decide
+from streamrl.sim.planner.plan import FirstPlan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import on_terminal, streamrl
-from tests.test_plan import Here
+from tests.test_plan import SMALL as PLANNED
+from tests.test_plan import Here, few, planned
 
 SMALL = Question(
     **{
@@ -322,3 +325,56 @@ def test_a_wrong_change_of_a_first_answer_has_its_key() -> None:
     with pytest.raises(RunError) as raised:
         api.first_answer("qwen3-8b", "8xH100", changes={"plan.tolerance": -1})
     assert raised.value.key == "plan.tolerance"
+
+
+# The final answer ---------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_became_of_the_first_answer() -> None:
+    run = make_run(run_table_of(SMALL))
+    found = first_answer(run, Here(), 0.0)
+    recommended = make_plan(run, shows_own=False, first=found.recommended).plan
+    assert recommended.first is not None
+    assert recommended.first.choice == found.recommended.choice
+    assert recommended.first.dollars is not None  # it was simulated whatever became of it
+    fastest = found.plans[2]
+    assert fastest.dollars > 1.2 * found.plans[0].dollars
+    first = make_plan(run, shows_own=False, first=fastest).plan.first
+    assert first is not None and first.dollars is not None and first.wall_time is not None
+    assert first.estimated_dollars == fastest.dollars
+    assert "dearer" in first.relation
+    assert " more than the cheapest (plan.tolerance 10%)" in first.reason
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (None, ""),
+        (
+            FirstPlan(choice="8 a", estimated_dollars=9.0, estimated_wall_time=7200.0, option=1),
+            "the first answer recommended the same plan, estimated at $9.00 and 2.00 h",
+        ),
+        (
+            FirstPlan(choice="8 a", estimated_dollars=9.0, estimated_wall_time=7200.0),
+            "the first answer recommended 8 a, estimated at $9.00 and 2.00 h; no time was left to simulate it",
+        ),
+        (
+            FirstPlan(
+                choice="8 a",
+                estimated_dollars=9.0,
+                estimated_wall_time=7200.0,
+                option=3,
+                dollars=12.0,
+                wall_time=7200.0,
+                relation="20 % dearer, as fast",
+                reason="it is slower",
+            ),
+            "the first answer recommended option 3, estimated at $9.00 and 2.00 h; simulated, it takes $12.0 and "
+            "2.00 h: 20 % dearer, as fast. It lost because it is slower",
+        ),
+    ],
+)
+def test_one_line_tells_it_on_a_terminal(first: FirstPlan | None, words: str) -> None:
+    plan = replace(planned(few(PLANNED)).plan, first=first)
+    told = [line for line in why_lines(plan) if line.startswith("the first answer")]
+    assert told == ([words] if words else [])

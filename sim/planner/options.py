@@ -189,7 +189,7 @@ class Options:
         """Return why a kind of plan has no row."""
         search, index = self._search, self._first(label)
         if index is not None and (known := self._race.as_known(index)):
-            limits = _broken_limits(search.space.run.plan, search.spend_of(known[0]))
+            limits = broken_limits(search.space.run.plan, search.spend_of(known[0]))
             return f"{limits} over more steps: {self._text(index)}"
         if index is not None:
             return f"no time was left to simulate it: {self._text(index)}"
@@ -334,12 +334,12 @@ def _option(number: int, row: Row, first: Row) -> PlanOption:
         if row is first
         else relation_text(None if all_free else dollars, seconds, width),
         is_offered=row.is_offered,
-        note=_broken_limits(row.search.space.run.plan, row.spend),
+        note=broken_limits(row.search.space.run.plan, row.spend),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
     )
 
 
-def _broken_limits(plan: PlanConfig, spend: Spend[float]) -> str:
+def broken_limits(plan: PlanConfig, spend: Spend[float]) -> str:
     """Return the limits that a plan exceeds."""
     limits = limits_of(plan)
     broken = [

@@ -255,6 +255,26 @@ class LeftOutOption(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class FirstPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan that the first answer recommended, and what became of it."""
+
+    choice: str
+    """The plan in one line."""
+    estimated_dollars: float
+    """Dollars of the whole run in the first answer."""
+    estimated_wall_time: float
+    """Seconds of the whole run in the first answer."""
+    option: int | None = None
+    """Number of the option that it is; None if it is none."""
+    dollars: float | None = None
+    wall_time: float | None = None
+    """The same, simulated for as many steps as the recommended plan; None if no time was left."""
+    relation: str = ""
+    """Its dollars and time against those of the recommended plan, in words."""
+    reason: str = ""
+    """Why the rule of the plan did not choose it; empty if it did."""
+
+
 class OverMemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
     """A clearly better plan that was not chosen, because its trainer leaves too little GPU memory free."""
 
@@ -494,6 +514,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What can run the plan, and the first rule of each other target that it breaks. Empty if an earlier
     version wrote the plan.
     """
+    first: FirstPlan | None = None
+    """The plan of the first answer; None if the command printed none."""
     best_to_run: int | None = None
     """Number of the option that the rule of the plan chooses among those that something can run; None
     if nothing can run any of them, or if an earlier version wrote the plan.

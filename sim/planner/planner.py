@@ -36,6 +36,8 @@ from streamrl.sim.planner.choice_after import (
     choices_after,
     with_choices,
 )
+from streamrl.sim.planner.first_answer import EstimatedPlan
+from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, check_free_plans
@@ -110,6 +112,7 @@ def make_plan(
     watch: Callable[[int, str], None] = lambda *_: None,
     *,
     shows_own: bool = True,
+    first: EstimatedPlan | None = None,
 ) -> Planned:
     """Choose a plan among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
@@ -121,6 +124,7 @@ def make_plan(
             Phases are: simulating, finalists, faster plans, the chosen plan, what if, options,
             near plans.
         shows_own: whether the layout of the run file is a row of the answer.
+        first: the plan that a first answer recommended, to say what became of it.
 
     Raises:
         ValueError: no plan fits, or none is within budget. The error names the constraint.
@@ -136,7 +140,7 @@ def make_plan(
     with worker_pool() as pool:
         sections = run.rollout, run.trainer, run.policies, run.sync, run.verifier
         own = own_candidate(*sections) if shows_own else None
-        planned = _plan(scope, search, pool, _Progress(watch), started_at, own)
+        planned = _plan(scope, search, pool, _Progress(watch), started_at, own, first)
     return planned._replace(plan=replace(planned.plan, offer=digest_of(run)))
 
 
@@ -170,6 +174,7 @@ def _plan(
     progress: _Progress,
     started_at: float,
     own: Candidate | None,
+    first: EstimatedPlan | None,
 ) -> Planned:
     run = scope.run
     search.run(pool, progress.on("simulating"))
@@ -180,7 +185,8 @@ def _plan(
     _look_for_fastest(search, pool, progress)
     _look_for_cheapest(search, pool, progress)
     _look_for_much_faster(search, chosen, pool, progress)
-    chosen, judged = _settle(search, race, pool, progress, chosen, judged, own)
+    named = [each for each in (own, None if first is None else first.candidate) if each is not None]
+    chosen, judged = _settle(search, race, pool, progress, chosen, judged, named)
     search.aim_at(run.plan)
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
     near = _look_near(search, race, chosen, whole_nodes, pool, progress.on("near plans"))
@@ -254,6 +260,7 @@ def _plan(
         what_if=near.what_if,
         framework=_of_framework(planned, scope),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
+        first=None if first is None else first_plan_of(search, race, chosen, first, numbers),
         best_to_run=_best_to_run(run.plan, rows, table),
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
@@ -412,11 +419,11 @@ def _settle(
     progress: _Progress,
     chosen: int,
     judged: Judgement,
-    own: Candidate | None,
+    named: Sequence[Candidate],
 ) -> tuple[int, Judgement]:
-    """Simulate the options for as long as the chosen plan; choose one of them if it is better."""
+    """Simulate the options and the named plans for as long as the chosen plan; choose one of them if it is better."""
     for _ in range(MOST_RETURNS):
-        wanted = _wanted(search, race, chosen, own)
+        wanted = _wanted(search, race, chosen, named)
         is_last = not wanted
         if wanted:
             is_last = not race.stand_beside(pool, chosen, wanted, progress.on("options"))
@@ -430,14 +437,14 @@ def _settle(
     return chosen, judged
 
 
-def _wanted(search: Search, race: Race, chosen: int, own: Candidate | None) -> list[int]:
-    """Return the options that have fewer simulated steps than the chosen plan."""
-    place = None if own is None else search.space.index_of(own)
+def _wanted(search: Search, race: Race, chosen: int, named: Sequence[Candidate]) -> list[int]:
+    """Return the options and named plans that have fewer simulated steps than the chosen plan."""
+    places = [search.space.index_of(each) for each in named]
     with search.judged_by(search.space.run.plan):
         wanted = Options(search, race, chosen).wanted()
         if search.goal.objective == "pareto":
             wanted += PlanDescription(search, race, chosen).on_front()
-    wanted += [] if place is None else [place]
+    wanted += [place for place in places if place is not None]
     return [index for index in dict.fromkeys(wanted) if not race.as_known(index)]
 
 

@@ -173,12 +173,15 @@ def plan(
             if output is not None:
                 names = (PLAN_TOML, PLAN_JSON, *(() if other is None else (f"{other}.sh",)))
                 _claim(output, names, force=force)
+            first = None
             if question is not None and not as_json:
-                print_first_answer(estimate(run), question, stated)
+                answer = estimate(run)
+                first = answer.recommended
+                print_first_answer(answer, question, stated)
                 limit = format_duration(run.plan.time_limit)
                 typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
             with _progress() as watch:
-                planned = make_plan(run, watch, shows_own=has_own)
+                planned = make_plan(run, watch, shows_own=has_own, first=first)
             if not as_json:
                 stdout_console().print(
                     plan_report(planned.plan, intervals=intervals, details=details)

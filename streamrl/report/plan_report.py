@@ -247,6 +247,7 @@ def partial_node_text(part: PartialNode) -> str:
 def why_lines(plan: Plan) -> Iterator[str]:
     """Yield why this plan was chosen, and what would alter the choice."""
     yield f"chosen as {plan.why}"
+    yield from first_plan_lines(plan)
     yield plan.binding.text.partition("; ")[0]
     yield from _alterations(plan)
     if plan.tighter is not None:
@@ -255,6 +256,29 @@ def why_lines(plan: Plan) -> Iterator[str]:
             f"whose trainer takes {plan.tighter.memory:.1%} of a GPU"
         )
     yield search_text(plan)
+
+
+def first_plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield what became of the plan that the first answer recommended, in one line."""
+    first = plan.first
+    if first is None:
+        return
+    estimated = _total_text(first.estimated_dollars, first.estimated_wall_time)
+    if first.option == 1:
+        yield f"the first answer recommended the same plan, estimated at {estimated}"
+        return
+    name = first.choice if first.option is None else f"option {first.option}"
+    told = f"the first answer recommended {name}, estimated at {estimated}"
+    if first.dollars is None or first.wall_time is None:
+        yield f"{told}; no time was left to simulate it"
+        return
+    simulated = _total_text(first.dollars, first.wall_time)
+    yield f"{told}; simulated, it takes {simulated}: {first.relation}. It lost because {first.reason}"
+
+
+def _total_text(dollars: float, seconds: float) -> str:
+    """Return dollars and time of a whole run: "$430 and 2.04 d"."""
+    return f"{long_dollars(dollars)} and {long_time(seconds)}" if dollars else long_time(seconds)
 
 
 def _alterations(plan: Plan) -> Iterator[str]:

@@ -13,6 +13,7 @@ from streamrl.report.page.sources import PlanMade, RecordedComparison, Sources
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.range_bars import Bar, bars_picture
 from streamrl.report.pictures.scatter import Point, front_of, scatter_picture
+from streamrl.report.plan_report import first_plan_lines
 from streamrl.report.words import (
     change,
     dollars,
@@ -141,6 +142,8 @@ def why(made: PlanMade) -> Iterator[str]:
     plan = made.plan
     if plan.why:
         yield f"It was chosen as {_with_numbers(plan.why, plan.options)}."
+    for line in first_plan_lines(plan):
+        yield f"{line[0].upper()}{line[1:]}."
     alone = plan.binding.seconds
     stages = [f"{STAGES[name]} {seconds(alone[name])}" for name in STAGES if name in alone]
     stage = STAGES.get(plan.binding.stage, plan.binding.stage)
