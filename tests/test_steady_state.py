@@ -16,7 +16,14 @@ from streamrl.engine.systems import build_policies, build_state
 from streamrl.engine.trace import read_trace, replay
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
-from streamrl.record.steady_state import LEAST_STEPS, LeaderSteps, find_steady_so_far, read_steps
+from streamrl.record.steady_state import (
+    LEAST_STEPS,
+    LeaderSteps,
+    Steady,
+    find_steady_so_far,
+    read_steps,
+    steady_state_caveats,
+)
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
@@ -252,3 +259,14 @@ def test_a_few_steps_give_the_mean_of_many_where_generation_is_ahead(tmp_path: P
     )
     assert short.step_time_interval is None and short.counted_steps == (4, 8)
     assert short.step_time == pytest.approx(long.step_time)
+
+
+def test_a_run_without_a_steady_state_says_what_its_figures_are_and_what_to_do() -> None:
+    run = small_run({"algorithm.steps": 12, "simulate.max_steps": 12})
+    trace = simulate_steady(run)
+    steady = Steady(first=4, last=12, step_time=10.0, half_width=1.0, has_settled=False)
+    steps = read_steps(trace)
+    for trace.is_endless, key in ((True, "simulate.max_steps"), (False, "algorithm.steps")):
+        told = steady_state_caveats(trace, steps, steady, "")
+        assert told.startswith("no steady state was found in 12 steps: step times may still change")
+        assert f"are means over the later steps; more steps make them surer ({key})" in told

@@ -155,7 +155,8 @@ def _choice(
     plan = search.space.run.plan
     own = _after(search, chosen, standing[chosen], verdict.effect)
     found = [own]
-    if verdict.other_effect is not None:
+    is_option = verdict.other is not None and search.space.index_of(verdict.other) in standing
+    if verdict.other_effect is not None and not is_option:
         found.append(_after(search, NO_OPTION, standing[chosen], verdict.other_effect))
     for index, of_option in effects.items():
         if (effect := of_option.get(verdict.what)) is not None:

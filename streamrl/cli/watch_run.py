@@ -7,6 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import sqrt
+from statistics import fmean, stdev
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -93,6 +95,8 @@ RECENT = 200
 """Rollouts in the mean reward next to the progress bar."""
 NUM_ROWS = 10
 """Steps in the table."""
+PACED = 30
+"""Steps whose mean time says how long the rest takes. Over fewer steps it jumps."""
 QUIET = 30.0
 """Seconds between progress lines within a step, without a terminal."""
 REFRESHES = 4
@@ -120,6 +124,8 @@ class RunWatch:
         self._max_running = max_running
         self._console = console
         self._steps: deque[dict[str, float]] = deque(maxlen=NUM_ROWS)
+        self._took: deque[float] = deque(maxlen=PACED)
+        self._has_begun = False  # the first step includes the start of processes
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._tokens = 0
         self._counted_at = 0.0
@@ -193,6 +199,9 @@ class RunWatch:
         if not step.get("unscored"):
             step.pop("unscored", None)  # zero in nearly all runs
         step["speed"] = step["output_tokens"] / max(step["step_time"], 1e-9)
+        if self._has_begun:
+            self._took.append(step["step_time"])
+        self._has_begun = True
         self._steps.append(step)
         if self._live is None and not self._console.quiet:
             left = self._left()
@@ -201,19 +210,15 @@ class RunWatch:
                 os.write(STDERR, f"{head}: {line_of(step)}\n".encode())
 
     def _left(self) -> str:
-        """Return when the run is expected to end, from its last steps; empty without steps."""
-        steps = list(self._steps)
-        if not steps:
+        """Return when the run is expected to end: a range, as far as its last steps differ; empty before the second step."""
+        steps, took = list(self._steps), list(self._took)  # another thread appends to them
+        num_left = self._num_steps - int(steps[-1]["step"]) if steps else 0
+        if num_left <= 0 or not took:
             return ""
-        num_left = self._num_steps - int(steps[-1]["step"])
-        timed = steps[1:] or steps  # the first step includes the start of processes
-        took = [step["step_time"] for step in timed]
-        seconds = num_left * sum(took) / len(took)
-        return (
-            f"{format_duration(max(1, round(seconds)))} left, until {clock(seconds)}"
-            if num_left > 0
-            else ""
-        )
+        seconds = num_left * fmean(took)
+        half = 2 * num_left * stdev(took) / sqrt(len(took)) if len(took) > 2 else 0.0
+        ends = [format_duration(max(1, round(each))) for each in (seconds - half, seconds + half)]
+        return f"{' to '.join(dict.fromkeys(ends))} left, until about {clock(seconds)}"
 
     def _shown_facts(self) -> str:
         """Return the text next to the progress bar. Without a terminal, only this text is printed."""

@@ -484,7 +484,11 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
             ]
         )
     if not steady.has_settled:
-        doubts.append(f"no steady state was found in {steady.last} steps")
+        key = "simulate.max_steps" if trace.is_endless else "algorithm.steps"
+        doubts.append(
+            f"no steady state was found in {steady.last} steps: step times may still change, and all figures are means "
+            f"over the later steps; more steps make them surer ({key})"
+        )
     if steady.half_width is None:
         num, verb = (
             steady.last - steady.first,
