@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
+from streamrl.hardware.profiles import PROFILES
 from streamrl.record.metrics import measure
 from streamrl.record.uncertainty import uncertainty_of, unmeasured_warning, unshared_error
 from streamrl.runfile.files import make_run
@@ -18,10 +19,10 @@ from streamrl.sim.fidelity.published_rows import Evidence, Row, summarise
 from streamrl.sim.fidelity.rl_steps import (
     PhaseSeconds,
     Published,
-    _choices,
-    _simulated,
+    choices_of,
     load_published,
     phase_seconds,
+    simulate_step,
 )
 from streamrl.sim.fidelity.scorecard import LIMITS, sections, write_history
 from streamrl.sim.world import simulate
@@ -61,10 +62,18 @@ def test_stages_of_a_colocated_step_follow_each_other_and_fill_it() -> None:
     assert min(found[:4]) > 0
 
 
+def test_coming_steps_are_run_files_without_seconds() -> None:
+    steps = load_published(PROFILES / "published" / "coming_steps.toml")
+    assert steps and not any(step.stages for step in steps)
+    assert not {step.name for step in steps} & PUBLISHED.keys()
+    for step in steps:
+        assert simulate_step(step, next(choices_of(step))) is not None, step.name
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_the_two_steps_of_a_small_model_are_met_stage_by_stage(name: str) -> None:
     step = PUBLISHED[name]
-    times = [one.seconds for choice in _choices(step) if (one := _simulated(step, choice))]
+    times = [one.seconds for choice in choices_of(step) if (one := simulate_step(step, choice))]
     assert len(times) == 4
     for stage, seconds in step.stages.items():
         ours = [one[stage] for one in times]
@@ -106,7 +115,7 @@ def test_errors_are_summarised_by_gpu_kind_of_model_and_timing(name: str, partit
 @pytest.mark.parametrize("name", ["NeMo-RL 0.5: Qwen3-30B-A3B on 32 H100, 1 step off"])
 def test_lengths_have_the_published_mean_whatever_their_shape(name: str) -> None:
     step = PUBLISHED[name]
-    choices = list(rl_steps._choices(step))
+    choices = list(choices_of(step))
     assert len(choices) == 2
     for choice in choices:
         run = rl_steps._run(step.table, choice)
@@ -130,7 +139,7 @@ def _with_passes(step: Published, tokens: int) -> Published:
 
 def _note(step: Published) -> str:
     """Return the note of a step's row."""
-    found = [rl_steps._simulated(step, choice) for choice in rl_steps._choices(step)]
+    found = [simulate_step(step, choice) for choice in choices_of(step)]
     (row,) = rl_steps._stage_rows(step, found)
     return row.note
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import product
 from math import sqrt
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -164,15 +165,15 @@ class Simulated(NamedTuple):
     """Our seconds of a published step, for one combination of inputs."""
 
     seconds: dict[str, float]
-    """By published stage."""
+    """By stage; only the step where generation and training overlap."""
     band: tuple[float, float]
     """Lowest and highest seconds of a step with the model error."""
 
 
-def load_published() -> list[Published]:
-    """Read profiles/published/rl_steps.toml."""
+def load_published(path: Path = PATH) -> list[Published]:
+    """Read profiles/published/rl_steps.toml, or another file of that form."""
     found = []
-    for group in tomllib.loads(PATH.read_text(encoding="utf-8"))["groups"]:
+    for group in tomllib.loads(path.read_text(encoding="utf-8"))["groups"]:
         for step in group["steps"]:
             table = deepcopy(ASSUMED)
             _apply(table, _dotted(group["run"]))
@@ -185,7 +186,7 @@ def load_published() -> list[Published]:
                     mean_tokens=step["mean_tokens"],
                     table=table,
                     opens={**group["opens"], **step.get("opens", {})},
-                    stages=step["stages"],
+                    stages=step.get("stages", {}),
                     fitted=group["fitted"],
                 )
             )
@@ -211,9 +212,9 @@ Source: HybridFlow, arXiv 2409.19256, Figure 15, read within 3 %, including the 
 def steps_rows() -> list[Row]:
     """Return every published stage with its prediction, computed on all cores."""
     published = load_published()
-    wanted = [(step, choice) for step in published for choice in _choices(step)]
+    wanted = [(step, choice) for step in published for choice in choices_of(step)]
     with worker_pool() as pool:
-        found = list(pool.map(_simulated, *zip(*wanted, strict=True)))
+        found = list(pool.map(simulate_step, *zip(*wanted, strict=True)))
         generated = list(pool.map(_generated, *zip(*GENERATED, strict=True)))
     rows = []
     for step in published:
@@ -234,14 +235,14 @@ def steps_rows() -> list[Row]:
     return rows + switch_rows()
 
 
-def _choices(step: Published) -> Iterator[dict[str, Any]]:
+def choices_of(step: Published) -> Iterator[dict[str, Any]]:
     """Yield every combination of unstated inputs, with lengths scaled to the published mean."""
     for values in product(*step.opens.values()):
         choice = dict(zip(step.opens, values, strict=True))
         yield {**choice, "workload.lengths.scale": _scale(step, choice)}
 
 
-def _simulated(step: Published, choice: dict[str, Any]) -> Simulated | None:
+def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
     """Return the seconds of the published stages for one combination of inputs; None if our memory model refuses it."""
     ahead = step.most_ahead
     steps = START + 3 + 4 * ahead if ahead else IN_TURNS
@@ -254,7 +255,7 @@ def _simulated(step: Published, choice: dict[str, Any]) -> Simulated | None:
     error = measure(trace).model_error
     assert error is not None, "the run was simulated"
     ends = (seconds["step"] * error.low, seconds["step"] * error.high)
-    return Simulated({stage: seconds[stage] for stage in step.stages}, ends)
+    return Simulated(seconds, ends)
 
 
 def step_seconds(trace: Trace, most_ahead: int) -> float:
@@ -343,7 +344,7 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
     """
     times, note = [each for each in found if each is not None], step.note
     if not times:
-        again = [_simulated(step, {**choice, **MOST_RECOMPUTED}) for choice in _choices(step)]
+        again = [simulate_step(step, {**choice, **MOST_RECOMPUTED}) for choice in choices_of(step)]
         times, note = [each for each in again if each is not None], f"{note}; {REFUSED}"
     if not times:
         raise ValueError(f"{step.name}: our memory model refuses it")
