@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.doctor.diagnosis import examine
+from streamrl.hardware.memory import model_state
 from streamrl.hardware.profiles import known_engines, load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.report.page.assumptions import assumptions_of
@@ -260,6 +261,19 @@ def test_a_report_takes_for_granted_what_a_framework_fills_in() -> None:
 def test_published_seconds_say_nothing_of_cpus() -> None:
     cpus = {"cluster.pools": {"far": {"gpu": "cpu"}, "near": {"gpu": "cpu"}}}
     assert step_time_of(of_framework("verl", cpus)).seconds == 0.0
+
+
+def test_weights_leave_slowly_for_the_reference_where_a_back_end_pins_no_memory() -> None:
+    link = 50e9  # profiles/gpus/h800.toml
+    kl = {"algorithm.name": "grpo", "algorithm.group_size": 2, "algorithm.kl_coefficient": 0.1}
+    for zero, slow in ((1, 1.8e9), (3, link)):
+        run = of_framework("nemo-rl", {**kl, "trainer.zero": zero})
+        resolved = resolve(run)
+        trainer = resolved.trainer
+        assert trainer.swaps_reference
+        weights = model_state(trainer.model, trainer.config, trainer.dtype).weights
+        swap_time = TrainingCosts.load(resolved).switches.reference_time
+        assert swap_time == pytest.approx(weights * (1 / slow + 2 / link))
 
 
 # How weights are sent, and what generates ----------------------------------------------------------

@@ -118,6 +118,10 @@ class Layout(_Table, frozen=True, kw_only=True):
     """What shards its weights with ZeRO 3, as `trainer.sharding`; not restricted where absent."""
     offloads_to_nvme: bool = False
     """Whether it can keep the optimizer on NVMe drives."""
+    swap_bandwidth: Bandwidth | None = None
+    """Bytes a second of a GPU's weights on their way to host memory, when a reference model takes
+    their place. None: the GPU's host link.
+    """
 
     def unsupported(self, trainer: TrainerConfig) -> dict[str, int | str]:
         """Return the degrees above 1, the ZeRO stage and the offload target that it does not have, by key."""
@@ -250,6 +254,13 @@ def read_framework_file(path: Path, kind: type[_Read]) -> _Read:
 def framework_of(name: FrameworkName | None) -> Framework | None:
     """Return the framework that a run names."""
     return None if name is None else load_framework(name)
+
+
+def swap_bandwidth(name: FrameworkName | None, trainer: TrainerConfig) -> float | None:
+    """Return the bytes a second at which a framework moves weights out for a reference model; None at the host link."""
+    framework = framework_of(name)
+    layout = None if framework is None else framework.layout_for(trainer)
+    return None if layout is None else layout.swap_bandwidth
 
 
 def returns_log_probs(name: FrameworkName | None, algorithm: AlgorithmConfig) -> bool:

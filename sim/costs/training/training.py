@@ -30,6 +30,7 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.frameworks import swap_bandwidth
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.training.layer import Layer
@@ -122,7 +123,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         overhead = own_step_time(run.framework, corrections, profile)
         ranks, stages, step_time, provenance = _choose_stages(trainer)
         score, train = corrections.training_factors
-        switches = _switches_of(trainer, ranks)
+        slow = swap_bandwidth(run.framework.name, trainer.config)
+        switches = _switches_of(trainer, ranks, slow)
         num_trained = trainer.num_trained_models
         updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
         updated += switches.step_time
@@ -176,13 +178,20 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         return line.finish(0.0)
 
 
-def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
-    """Return the seconds of moving models to host memory and back; 0 if all models stay on the GPUs."""
+def _switches_of(trainer: TrainerHardware, ranks: Ranks, slow: float | None) -> Switches:
+    """Return the seconds of moving models to host memory and back; 0 if all models stay on the GPUs.
+
+    Args:
+        trainer: the trainer.
+        ranks: its ranks.
+        slow: bytes a second at which weights leave for a reference; None for the host link.
+    """
     if not (trainer.config.offload or trainer.swaps_reference):
         return Switches()
     state = model_state(ranks.model, trainer.config, ranks.dtype)
     if trainer.swaps_reference:
-        return Switches(reference_time=3 * state.weights / ranks.gpu.host_link)
+        link = ranks.gpu.host_link
+        return Switches(reference_time=state.weights * (1 / (slow or link) + 2 / link))
     state = replace(
         state,
         gradients=state.gradients * ranks.trained,
