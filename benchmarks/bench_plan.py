@@ -83,7 +83,12 @@ def cases() -> dict[str, Run]:
             size, {}, sync_modes=["full"], micro_batch=MICRO_BATCHES[size]
         )
         far = {
-            "cluster.pools.h20": {"gpu": "h20", "nodes": H20_NODES[size], "transport": "tcp"},
+            "cluster.pools.h20": {
+                "gpu": "h20",
+                "nodes": H20_NODES[size],
+                "transport": "tcp",
+                "node_bandwidth": "100 Gbps",
+            },
             "cluster.links": LINK,
         }
         found[f"{size}-two"] = opened(
@@ -176,7 +181,12 @@ def paper_splits() -> None:
 def heterogeneous() -> None:
     """Compare 32 H20 + 16 H800 with 32 H800 in tokens per dollar. Each is planned separately (Figure 12)."""
     far = {
-        "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
+        "cluster.pools.h20": {
+            "gpu": "h20",
+            "nodes": 4,
+            "transport": "tcp",
+            "node_bandwidth": "100 Gbps",
+        },
         "cluster.links": LINK,
     }
     ratios = [a / b for a, b in load_paper().heterogeneous.values()]

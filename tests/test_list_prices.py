@@ -125,11 +125,11 @@ def test_a_run_keeps_the_source_of_its_price_until_it_has_another() -> None:
 
 def test_the_total_names_who_asks_the_price_and_since_when() -> None:
     cluster = make_run(priced("lambda")).cluster
-    [price] = assumed_of(cluster, None, ["far"])
+    [price] = assumed_of(cluster, None, {"far": 8.0})
     assert price.key == "cluster.pools.far.price"
     assert price.text.startswith(f"$3.99 per GPU-hour of far ({LAMBDA}")
     assert "lambda.ai/instances" in price.source
-    assert "far" not in [each.text for each in assumed_of(small_run().cluster, None, ["near"])]
+    assert "far" not in [each.text for each in assumed_of(small_run().cluster, None, {"near": 8.0})]
 
 
 def test_the_first_answer_names_the_list_price_of_an_offer() -> None:

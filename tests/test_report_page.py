@@ -646,8 +646,8 @@ def test_the_network_of_a_pool_is_an_assumption_with_the_key_that_says_another()
     key = "cluster.pools.far.node_bandwidth"
     known = networks()
     assert known["network of pool far"] == (
-        "100 Gbit/s a node",
-        f"of NVIDIA H20 96 GB: {key} says another",
+        "1600 Gbit/s a node",
+        f"assumed, as usual for NVIDIA H20 96 GB: {key} says another",
     )
     stated = networks(cluster__pools__far__node_bandwidth="400 Gbps")
     assert stated["network of pool far"] == ("400 Gbit/s a node", f"run file: {key}")

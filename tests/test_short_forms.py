@@ -195,6 +195,15 @@ def test_a_duration_that_may_be_misread_is_refused(text: str, reason: str) -> No
             },
         ),
         (
+            "16xH20@1.1/1 with 400 Gbps",
+            {
+                "h20": {
+                    **{"gpu": "h20", "nodes": 2, "price": 1.1},
+                    **{"unit": 1, "node_bandwidth": "400 Gbps"},
+                }
+            },
+        ),
+        (
             "16xH100@owned@0.50/1",
             {"h100": {"gpu": "h100", "nodes": 2, "price": 0.5, "unit": 1, "owned": True}},
         ),
@@ -218,6 +227,7 @@ def test_an_offer_is_a_line(text: str, pools: dict[str, dict[str, Any]]) -> None
         ("H100", "is no offer"),
         ("8xH100@", "is no offer"),
         ("8xH100,", "is no offer"),
+        ("8xH100@2 with 400", "needs a unit|bandwidth"),
         ("4xH100@2@3", "has two prices"),
         ("4xH100@owned@2@3", "has two prices"),
         ("4xH100@owned owned", "says 'owned' twice"),

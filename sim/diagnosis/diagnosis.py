@@ -10,7 +10,9 @@ import msgspec
 
 from streamrl.hardware.tiers import Provenance
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
+from streamrl.record.assumed import assumed_of_hardware
 from streamrl.record.band import Band, model_error_of
+from streamrl.record.charges import PaidGpus
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
 from streamrl.runfile.files import change_run, values_by_key
@@ -100,6 +102,7 @@ def diagnose(
         advice=_advice(tried, total),
         doubtful=list(_doubtful(values_by_key(run), tried, stages)),
         not_the_problem=list(_innocent(stages, total)),
+        assumed=assumed_of_hardware(run.cluster, PaidGpus.of(run).used),
         notes=[*measured.notes, *_notes(stages, whole, has_stages)],
     )
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from streamrl.record.assumed import Assumed
 from streamrl.record.band import Band
 
 Verdict = Literal["normal", "slow", "fast", "unknown"]
@@ -55,4 +56,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     doubtful: list[str]
     """Settings of the run file to check."""
     not_the_problem: list[str]
+    assumed: list[Assumed] = []
+    """Kernels and networks of the hardware that are neither measured nor stated in the run file."""
     notes: list[str]

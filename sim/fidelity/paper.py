@@ -180,7 +180,12 @@ RESERVING: dict[str, Any] = {"admission": "reserve"}
 """Memory is the only limit on a batch: no replica gets as many rollouts as `max_running`."""
 
 ACROSS: dict[str, Any] = {
-    "cluster.pools.h20": {"gpu": "h20", "nodes": 4, "transport": "tcp"},
+    "cluster.pools.h20": {
+        "gpu": "h20",
+        "nodes": 4,
+        "transport": "tcp",
+        "node_bandwidth": "100 Gbps",
+    },
     "cluster.pools.h800.nodes": 2,
     "cluster.links": [{"between": ["h20", "h800"], "bandwidth": "80 Gbps", "latency": "10 ms"}],
     "rollout.pool": "h20",

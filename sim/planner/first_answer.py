@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from streamrl.hardware.profiles import price_of
 from streamrl.logs.imported_workload import scale_to_mean
-from streamrl.record.assumed import price_note
+from streamrl.record.assumed import network_text, price_note
 from streamrl.record.band import Band, ModelError, band_of, ends_of, mixed_basis
 from streamrl.record.billing import BILLING_KEYS, bill_of, rented_time, uncounted
 from streamrl.record.charges import PaidGpus
@@ -184,6 +184,7 @@ def assumptions_of(question: Question, stated: set[str]) -> list[str]:
         names["link"] = f"{question.link} between pools"
     assumed = [text for name, text in names.items() if name not in stated]
     told += [*_price_assumptions(question), *_node_assumptions(question)]
+    told += _network_assumptions(question)
     return [*told, *([f"not stated, so assumed: {', '.join(assumed)}"] if assumed else [])]
 
 
@@ -222,6 +223,20 @@ def _node_assumptions(question: Question) -> Iterator[str]:
         yield f"{' and '.join(rented)} are rented by the node; write /1 behind the price if single GPUs are"
     if owned:
         yield f"your own {' and '.join(owned)} are used by the node; write @owned/1 to use single GPUs"
+
+
+def _network_assumptions(question: Question) -> Iterator[str]:
+    """Yield the bandwidths between nodes that a question leaves out."""
+    for name, keys in read_offer(question.gpus).items():
+        shape = {
+            key: keys[key] for key in ("nodes", "gpus_per_node", "nvlink_domain") if key in keys
+        }
+        pool = PoolConfig(gpu=keys["gpu"], **shape)
+        if pool.num_gpus > pool.domain and "node_bandwidth" not in keys:
+            yield (
+                f"nodes of {name} have {network_text(pool)} to each other, as usual for them; write another rate behind "
+                "the price, as 'with 1600 Gbps'"
+            )
 
 
 QUANTITIES: dict[str, type[Bandwidth | Duration]] = {

@@ -35,7 +35,7 @@ def first_answer(
     Args:
         model: a model profile, or a Hugging Face name such as Qwen/Qwen3-8B.
         gpus: GPUs that you may rent, with dollars per GPU-hour: "16xH100@2.20,8xH20@1.10". Your own GPUs are
-            "16xH100@owned".
+            "16xH100@owned". The bandwidth between nodes is "16xH20@1.10 with 1600 Gbps".
         algorithm: the algorithm; grpo by default.
         prompts: prompts of a step.
         group: rollouts of each prompt.

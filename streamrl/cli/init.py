@@ -36,7 +36,7 @@ Gpus = Annotated[
         "--gpus",
         rich_help_panel=HARDWARE,
         metavar="OFFER",
-        help="GPUs you may rent, with dollars per GPU-hour: 16xH100@2.20,8xH20@1.10. Add /1 where single GPUs are rented. "
+        help="GPUs you may rent, with dollars per GPU-hour: 16xH100@2.20,8xH20@1.10. Add /1 where single GPUs are rented, and the bandwidth between nodes as 16xH20@1.10 with 1600Gbps. "
         "Your own GPUs: 16xH100@owned.",
     ),
 ]

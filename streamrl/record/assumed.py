@@ -1,4 +1,4 @@
-"""Name the prices, links, lengths and parts of the model that a profile or a default supplied, not the run file.
+"""Name the prices, links, networks, lengths and parts of the model that a profile or a default supplied, not the run file.
 
 Each output names them next to the total that rests on them.
 """
@@ -6,14 +6,14 @@ Each output names them next to the total that rests on them.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
-from streamrl.hardware.profiles import load_gpu, price_of
-from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
+from streamrl.hardware.profiles import gpu_of, load_gpu, price_of
+from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig, PoolConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.formatting import format_dollars
 from streamrl.runfile.keys import pool_key
@@ -36,18 +36,18 @@ DEFAULT = "the default"
 
 
 def assumed_of(
-    cluster: ClusterConfig, lengths: LengthsConfig | None, paid: Container[str]
+    cluster: ClusterConfig, lengths: LengthsConfig | None, paid: Mapping[str, float]
 ) -> list[Assumed]:
-    """Return what the total of a run rests on without being set for it: prices, kernels, links, lengths.
+    """Return what the total of a run rests on without being set for it: prices, hardware, links, lengths.
 
     Args:
         cluster: the section `[cluster]`.
         lengths: the section `[workload.lengths]`; None if prompts have lengths of their own.
-        paid: names of the pools that are paid for.
+        paid: by name of a pool that is paid for, the GPUs of it that the run uses.
     """
     return [
         *_prices(cluster, paid),
-        *_kernels(cluster, paid),
+        *assumed_of_hardware(cluster, paid),
         *_links(cluster, paid),
         *_lengths(lengths),
     ]
@@ -105,10 +105,35 @@ def price_note(source: str) -> str:
     return f"{source.partition(' (')[0]}{old}"
 
 
-def _kernels(cluster: ClusterConfig, paid: Container[str]) -> Iterator[Assumed]:
+def assumed_of_hardware(cluster: ClusterConfig, gpus: Mapping[str, float]) -> list[Assumed]:
+    """Return what seconds rest on without being measured or stated: kernels of a GPU, and the network of its nodes.
+
+    Args:
+        cluster: the section `[cluster]`.
+        gpus: by name of a pool, the GPUs of it that the run uses.
+    """
+    return [*_kernels(cluster, gpus), *_networks(cluster, gpus)]
+
+
+def _networks(cluster: ClusterConfig, gpus: Mapping[str, float]) -> Iterator[Assumed]:
+    for name, pool in cluster.pools.items():
+        if gpus.get(name, 0.0) > pool.domain and pool.node_bandwidth is None:
+            yield Assumed(
+                key=pool_key(name, "node_bandwidth"),
+                text=f"{network_text(pool)} between nodes of {name}",
+                source=load_gpu(pool.gpu).source,
+            )
+
+
+def network_text(pool: PoolConfig) -> str:
+    """Return the bandwidth between two nodes of a pool: "3,200 Gbps"."""
+    return f"{gpu_of(pool).network * pool.gpus_per_node * 8 / 1e9:,.4g} Gbps"
+
+
+def _kernels(cluster: ClusterConfig, gpus: Mapping[str, float]) -> Iterator[Assumed]:
     for name, pool in cluster.pools.items():
         gpu = load_gpu(pool.gpu)
-        if name in paid and gpu.alike and not gpu.tables:
+        if name in gpus and gpu.alike and not gpu.tables:
             yield Assumed(
                 key=pool_key(name, "gpu"),
                 text=f"kernels of {name} as on measured GPUs, in proportion to datasheets",

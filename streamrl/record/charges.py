@@ -113,6 +113,14 @@ class PaidGpus:
         return cls(run.cluster.pools, sides)
 
     @property
+    def used(self) -> dict[str, float]:
+        """Return the GPUs of each pool that the run uses, owned or rented."""
+        used = dict.fromkeys(self.by_pool, 0.0)
+        for side, num_gpus in self.sides:
+            used[side.pool] = used.get(side.pool, 0.0) + num_gpus
+        return used
+
+    @property
     def by_pool(self) -> dict[str, float]:
         """Return the paid GPUs of each pool: all GPUs of an owned pool, and the used GPUs of a rented one."""
         paid = dict.fromkeys(self.pools, 0.0)

@@ -333,7 +333,7 @@ def make_whole_run(
         setup_time=float(billing.setup_time),
         failed_time=time.seconds * billing.failed_share,
         uncounted=uncounted(run.cluster),
-        assumed=assumed_of(run.cluster, lengths, pools) + modelled,
+        assumed=assumed_of(run.cluster, lengths, paid.used) + modelled,
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from streamrl.report.run_tables import assumed_text
 from streamrl.runfile.python_values import value_text
 from streamrl.sim.diagnosis.result import Diagnosis, Stage
 
@@ -52,6 +53,8 @@ def diagnosis_lines(found: Diagnosis) -> Iterator[str]:
         yield f"check: {text}"
     for text in found.not_the_problem:
         yield f"not the problem: {text}"
+    if found.assumed:
+        yield f"assumed: {assumed_text(found.assumed)}"
     for note in found.notes:
         yield f"note: {note}"
 

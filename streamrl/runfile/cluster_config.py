@@ -63,8 +63,8 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     transport: Literal["tcp", "rdma"] = "rdma"
     """What its nodes speak to each other; over tcp weights reach a GPU through host memory."""
     node_bandwidth: Bandwidth | None = None
-    """One direction between two of its nodes, all network cards together: "3200 Gbps"; for each of its GPUs the GPU's
-    own `network` where absent."""
+    """One direction between two of its nodes, all network cards together: "3200 Gbps". Where absent,
+    that of a usual machine with its GPU, and outputs name it as assumed if the run uses more than one node."""
     nvlink_domain: int | None = None
     """GPUs that NVLink joins, of several nodes; where absent, 72 of GB200 and GB300, and those of a node of all others."""
 

@@ -14,6 +14,7 @@ An offer of GPUs is one line, such as "16xH100@2.20,8xH20@1.10":
 | list price | `@runpod` | instead: a provider of profiles/prices.toml; `@runpod/spot` is of another kind | |
 | owned      | `@owned`| the GPUs are the user's own                        | they are rented               |
 | unit       | `/1`    | GPUs by which a rental changes: `/8`, `/4`, `/1`   | as `plan.unit` has it         |
+| network    | `with 1600 Gbps` | bandwidth between nodes                   | the GPU's own figure          |
 
 If all GPUs are owned and none has a price, their price is 0.
 """
@@ -29,7 +30,7 @@ from streamrl.runfile.gpu_names import gpu_name
 from streamrl.runfile.length_words import lengths_in_full
 from streamrl.runfile.list_prices import list_price, stated_price
 from streamrl.runfile.section import Section
-from streamrl.runfile.units import count_of
+from streamrl.runfile.units import Bandwidth, count_of
 
 
 def model_name(text: str) -> str:
@@ -131,6 +132,7 @@ _RACKS = {
 NVL72 and GB300 NVL72 datasheets (18 nodes of 4 GPUs)."""
 EXAMPLE = "'16xH100@2.20,8xH20@1.10'"
 _OWNED = re.compile(r"\s*@?\s*\bowned\b", re.IGNORECASE)
+_NETWORK = re.compile(r"\s+with\s+(?P<rate>\d.*)$", re.IGNORECASE)
 _PRICE = r"\d+(?:\.\d+)?|[A-Za-z][\w\-]*(?:/[A-Za-z][\w.\-]*)*"
 """Dollars, or a provider with a GPU, a kind, both or none."""
 _PART = re.compile(
@@ -157,11 +159,23 @@ def read_offer(text: str) -> dict[str, dict[str, Any]]:
 
 def _read_owned(part: str) -> dict[str, Any]:
     """Return the pool of a part that may say that its GPUs are owned."""
-    rest, count = _OWNED.subn("", part)
+    network = _NETWORK.search(part)
+    rest, count = _OWNED.subn("", _NETWORK.sub("", part))
     if count > 1:
         raise ValueError(f"--gpus: {part!r} says 'owned' twice")
     pool = _read_part(rest.strip())
+    if network is not None:
+        pool |= _network_of_offer(part, network["rate"])
     return {**pool, "owned": True} if count else pool
+
+
+def _network_of_offer(part: str, rate: str) -> dict[str, Any]:
+    """Return the bandwidth between nodes as a key of a pool."""
+    try:
+        Bandwidth.parse(rate)
+    except ValueError as error:
+        raise ValueError(f"--gpus: {part!r}: {error}") from None
+    return {"node_bandwidth": rate}
 
 
 def _read_part(part: str) -> dict[str, Any]:

@@ -189,7 +189,11 @@ def _of_pool(pools: dict[str, PoolConfig], name: str) -> Iterator[Assumption]:
     yield Assumption(f"price of pool {name}", per_hour, source)
     if pool.gpu != "cpu":
         key = f"cluster.pools.{name}.node_bandwidth"
-        said = f"{RUN_FILE}: {key}" if pool.node_bandwidth else f"of {gpu.name}: {key} says another"
+        said = (
+            f"{RUN_FILE}: {key}"
+            if pool.node_bandwidth
+            else f"assumed, as usual for {gpu.name}: {key} says another"
+        )
         network = Bandwidth(gpu_of(pool).network * pool.gpus_per_node)
         yield Assumption(f"network of pool {name}", f"{_bandwidth(network)} a node", said)
     if rate := pool.spot_failures_per_gpu_day:
