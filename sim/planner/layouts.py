@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -235,6 +236,11 @@ class TrainerRange:
     refusal: Callable[[Degrees], str] | None = None
     """Returns why what is to run the plan cannot run a trainer; "" if it can. None: it can run all."""
 
+    @cached_property
+    def ways(self) -> list[PassMemory]:
+        """Ways to save the memory of passes, the fastest and largest first."""
+        return [PassMemory(*way) for way in product(self.recompute, self.logits)]
+
 
 def fitting_replicas(
     replica: ReplicaHardware, plan: PlanConfig, num_gpus: int, cut: Counter[str]
@@ -417,9 +423,8 @@ def _ways_to_fit(
     """
     found: list[Degrees] = []
     is_tight, refused = False, ""
-    lightest_first = [PassMemory(*way) for way in product(among.recompute, among.logits)]
     for offload in (False, True):
-        alike, ways = degrees._replace(offload=offload), lightest_first
+        alike, ways = degrees._replace(offload=offload), among.ways
         if found:
             recomputes = [way.recompute for way in ways]
             ways = ways[: recomputes.index(found[0].recompute)]

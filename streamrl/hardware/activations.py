@@ -14,10 +14,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple, assert_never
-
-from msgspec.structs import replace
 
 from streamrl.hardware.model_shape import BYTES, LatentAttention, ModelShape
 from streamrl.hardware.parallelism import stage_layers
@@ -172,17 +169,6 @@ def activation_bytes(
     activation except keys and values: a GPU receives all keys and values of the layer that computes
     attention.
     """
-    alike = replace(
-        trainer, pool="", data_parallel=1, zero=1, micro_batch=1, logits=None, offload=False
-    )
-    return list(_activation_bytes(model, alike, dtype, num_tokens))
-
-
-@lru_cache(maxsize=4096)
-def _activation_bytes(
-    model: ModelShape, trainer: TrainerConfig, dtype: str, num_tokens: int
-) -> tuple[float, ...]:
-    """Return `activation_bytes`, which the number of data-parallel ranks does not change."""
     stages, slices = trainer.pipeline_parallel, trainer.virtual_stages
     kept, again = layer_bytes(model, trainer, dtype)
     of_stages = []
@@ -194,7 +180,7 @@ def _activation_bytes(
         num_bytes = num_tokens * per_token / trainer.tensor_parallel / trainer.context_parallel
         of_stages.append(num_bytes)
     received = exchanged_bytes(model, trainer, dtype) * num_tokens
-    return tuple(num_bytes + received for num_bytes in of_stages)
+    return [num_bytes + received for num_bytes in of_stages]
 
 
 def exchanged_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> float:

@@ -480,7 +480,7 @@ def trainer_memory(trainer: TrainerHardware) -> dict[str, float]:
     stage = totals.index(peak)
     items = {**models.in_passes[stage], "activations": passes.activations[stage], "logits": 0.0}
     if stage == len(totals) - 1:
-        items |= passes.last
+        items |= {"logits": passes.logits} | models.on_last
     if models.step_bytes > peak:
         peak, items = models.step_bytes, dict(models.in_step)
     if share := _flat_share(trainer.config):
@@ -518,6 +518,8 @@ class _ModelBytes(NamedTuple):
 
     in_passes: list[dict[str, float]]
     """On a GPU of each stage, during passes."""
+    on_last: dict[str, float]
+    """On a GPU of the last stage besides `in_passes`."""
     in_step: dict[str, float]
     """On a GPU of the fullest stage, during an optimizer step that loads its states; else empty."""
     in_host: float
@@ -527,31 +529,20 @@ class _ModelBytes(NamedTuple):
     step_bytes: float
     """Sum of `in_step`."""
 
-    @classmethod
-    def of(
-        cls,
-        in_passes: list[dict[str, float]],
-        in_steps: Sequence[dict[str, float]] = (),
-        in_host: float = 0.0,
-    ) -> _ModelBytes:
-        sums = [sum(items.values()) for items in in_passes]
-        in_step = max(in_steps, key=lambda items: sum(items.values()), default={})
-        return cls(in_passes, in_step, in_host, sums, sum(in_step.values()))
-
 
 class _PassBytes(NamedTuple):
     """Bytes of passes."""
 
-    activations: Sequence[float]
+    activations: list[float]
     """On a GPU of each stage."""
-    last: dict[str, float]
-    """On a GPU of the last stage besides activations, by what uses them."""
+    logits: float
+    """On a GPU of the last stage."""
 
 
 def _totals(models: _ModelBytes, passes: _PassBytes) -> list[float]:
     """Return the bytes on a GPU of each stage during passes."""
     totals = list(map(add, models.pass_bytes, passes.activations))
-    totals[-1] = sum(passes.last.values(), totals[-1])
+    totals[-1] = sum(models.on_last.values(), totals[-1] + passes.logits)
     return totals
 
 
@@ -565,38 +556,70 @@ def _split_of(trainer: TrainerHardware) -> TrainerHardware:
 def _model_bytes(trainer: TrainerHardware) -> _ModelBytes:
     """Return the bytes of models. The planner asks for those of a split with many settings of passes."""
     states = model_states(trainer.model, trainer.config, trainer.dtype)
-    if not trainer.config.offload:
-        num_models, trained = trainer.num_resident_models, trainer.trained_models
-        resident = [
-            {
-                "weights": state.weights * num_models,
-                "gradients": state.gradients * trained,
-                "optimizer": state.optimizer * trained,
-            }
-            for state in states
-        ]
-        swapped = max(state.weights for state in states) if trainer.swaps_reference else 0.0
-        return _ModelBytes.of(resident, in_host=swapped)
+    if trainer.config.offload:
+        in_passes, in_steps, in_host = _taking_turns(trainer, states)
+    else:
+        in_passes, in_steps, in_host = _resident(trainer, states), [], 0.0
+        if trainer.swaps_reference:
+            in_host = max(state.weights for state in states)
+    in_step = max(in_steps, key=lambda items: sum(items.values()), default={})
+    return _ModelBytes(
+        in_passes=in_passes,
+        on_last={"draft layer": trained_draft_bytes(trainer)} if trainer.trains_drafts else {},
+        in_step=in_step,
+        in_host=in_host,
+        pass_bytes=[sum(items.values()) for items in in_passes],
+        step_bytes=sum(in_step.values()),
+    )
+
+
+def _resident(trainer: TrainerHardware, states: Sequence[ModelState]) -> list[dict[str, float]]:
+    """Return the bytes on a GPU of each stage if all models stay there."""
+    num_models, trained = trainer.num_resident_models, trainer.trained_models
+    return [
+        {
+            "weights": state.weights * num_models,
+            "gradients": state.gradients * trained,
+            "optimizer": state.optimizer * trained,
+        }
+        for state in states
+    ]
+
+
+def _taking_turns(
+    trainer: TrainerHardware, states: Sequence[ModelState]
+) -> tuple[list[dict[str, float]], list[dict[str, float]], float]:
+    """Return the bytes on a GPU of each stage in passes and in an optimizer step, and those in host memory.
+
+    With the optimizer on NVMe, nothing is loaded for its step.
+    """
     most = max(trainer.trained_share, float(trainer.algorithm.has_critic))
     others = trainer.num_models - 1
     in_host = max(others * state.weights + _optimizer_in_host(trainer, state) for state in states)
-    in_passes, in_steps = [], []
-    for state in states:
-        alone = {"weights": state.weights, "gradients": state.gradients * most}
-        in_passes.append(alone)
-        if not trainer.config.steps_on_nvme:
-            in_steps.append({**alone, "optimizer": state.optimizer * most})
-    return _ModelBytes.of(in_passes, in_steps, in_host)
+    in_passes = [{"weights": each.weights, "gradients": each.gradients * most} for each in states]
+    if trainer.config.steps_on_nvme:
+        return in_passes, [], in_host
+    in_steps = [
+        {**items, "optimizer": state.optimizer * most}
+        for items, state in zip(in_passes, states, strict=True)
+    ]
+    return in_passes, in_steps, in_host
 
 
 def _pass_bytes(trainer: TrainerHardware, config: TrainerConfig) -> _PassBytes:
     """Return the bytes of passes with the settings in `config`."""
     num_tokens = tokens_in_pass(config, trainer.longest_sequence)
-    last = {"logits": logit_bytes(trainer.model, config, num_tokens)}
-    if trainer.trains_drafts:
-        last["draft layer"] = trained_draft_bytes(trainer)
-    activations = activation_bytes(trainer.model, config, trainer.dtype, num_tokens)
-    return _PassBytes(activations, last)
+    alike = replace(config, pool="", data_parallel=1, zero=1, micro_batch=1, offload=False)
+    return _bytes_of_tokens(trainer.model, alike, trainer.dtype, num_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _bytes_of_tokens(
+    model: ModelShape, trainer: TrainerConfig, dtype: str, num_tokens: int
+) -> _PassBytes:
+    """Return the bytes of passes, which the number of data-parallel ranks does not change."""
+    activations = activation_bytes(model, trainer, dtype, num_tokens)
+    return _PassBytes(activations, logit_bytes(model, trainer, num_tokens))
 
 
 def trained_draft_bytes(trainer: TrainerHardware) -> float:
