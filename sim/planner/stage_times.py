@@ -328,15 +328,14 @@ def batch_times(
 ) -> BatchTimes:
     """Return the part of `train_times` that compares trainers. The planner computes it for thousands of them."""
     updates = framework.optimizer_steps * framework.epochs
-    wholes, streams = [], []
-    for batch in batches:
-        turns = _turns(costs, batch.all)
-        wholes.append(_whole(costs, turns, updates))
-        streams.append(_stream(costs, turns, updates))
+    turns = [_turns(costs, batch.all) for batch in batches]
+    wholes = [_whole(costs, each, updates) for each in turns]
+    streams = [_stream(costs, each, updates) for each in turns]
+    whole, stream = (np.array([wholes, streams]) / factor).mean(axis=1).tolist()
     between = (updates - 1) * costs.optimizer_time / factor
     return BatchTimes(
-        float((np.array(wholes) / factor).mean()) + between,
-        float((np.array(streams) / factor).mean()) + between,
+        whole + between,
+        stream + between,
         costs.optimizer_time / factor + costs.overhead_time,
     )
 

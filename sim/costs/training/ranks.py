@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from msgspec import Struct
 
 from streamrl.hardware.memory import (
@@ -16,7 +18,7 @@ from streamrl.hardware.resolved import TrainerHardware
 from streamrl.runfile.roles_config import TrainerConfig
 
 
-class Ranks(Struct, frozen=True, kw_only=True):
+class Ranks(Struct, frozen=True, kw_only=True, dict=True):
     """One model on the trainer's GPUs, split as the run file says."""
 
     model: ModelShape
@@ -121,13 +123,17 @@ class Ranks(Struct, frozen=True, kw_only=True):
 
         Experts that ranks share have fewer copies.
         """
-        trainer = self.trainer
-        experts = shared_out_parameters(self.model, trainer)
-        dense = max(stage_parameters(self.model, trainer)) - experts
+        trainer, (dense, experts) = self.trainer, self._fullest_stage
         dense_time = self.ring_time(num_bytes * dense, trainer.copies, trainer.tensor_parallel)
         return dense_time + self.ring_time(
             num_bytes * experts, trainer.expert_copies, trainer.expert_ranks
         )
+
+    @cached_property
+    def _fullest_stage(self) -> tuple[float, float]:
+        """Parameters on a GPU of the fullest stage: all but the experts that ranks share, and those experts."""
+        experts = shared_out_parameters(self.model, self.trainer)
+        return max(stage_parameters(self.model, self.trainer)) - experts, experts
 
     def ring_time(self, num_bytes: float, ranks: int, spacing: int = 1) -> float:
         """Return the seconds in which a ring gathers a message of `num_bytes`, or reduces and scatters it.

@@ -126,17 +126,15 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
 
     def forward_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of forward passes that training needs."""
-        return self._times(self._forward_lines, batches, self.gather_time, self._late_forward_lines)
+        return self._times(self.forward, batches, self.gather_time, self.late_forward)
 
     def backward_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of backward passes."""
-        return self._times(
-            self._backward_lines, batches, self.scatter_time, self._late_backward_lines
-        )
+        return self._times(self.backward, batches, self.scatter_time, self.late_backward)
 
     def scored_times(self, batches: Sequence[MicroBatch]) -> Floats:
         """Return (micro-batches, slices) seconds of forward passes alone."""
-        return self._times(self._scored_lines, batches, self.gather_time, self._late_scored_lines)
+        return self._times(self.scored, batches, self.gather_time, self.late_scored)
 
     def rollout_time(self, length: int) -> float:
         """Return the seconds of a rollout's own work, forward and backward, in all slices."""
@@ -150,42 +148,19 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
     def _per_pair(self) -> float:
         return sum(one.per_pair for one in (*self.forward, *self.backward))
 
-    @cached_property
-    def _forward_lines(self) -> Lines:
-        return _lines(self.forward)
-
-    @cached_property
-    def _backward_lines(self) -> Lines:
-        return _lines(self.backward)
-
-    @cached_property
-    def _scored_lines(self) -> Lines:
-        return _lines(self.scored)
-
-    @cached_property
-    def _late_forward_lines(self) -> list[Lines]:
-        return [_lines(one) for one in self.late_forward]
-
-    @cached_property
-    def _late_scored_lines(self) -> list[Lines]:
-        return [_lines(one) for one in self.late_scored]
-
-    @cached_property
-    def _late_backward_lines(self) -> list[Lines]:
-        return [_lines(one) for one in self.late_backward]
-
     def _times(
         self,
-        lines: Lines,
+        passes: tuple[Pass, ...],
         batches: Sequence[MicroBatch],
         wire_time: float,
-        lates: Sequence[Lines],
+        lates: tuple[tuple[Pass, ...], ...],
     ) -> Floats:
-        fixed, slopes = lines
+        fixed, slopes = _lines(passes)
         sizes = np.array(batches, dtype=float).reshape(-1, 2)
         computed = fixed + sizes @ slopes
-        for at_first, late in lates:
-            computed += np.maximum(0.0, at_first + sizes @ late)
+        for late in lates:
+            at_first, slopes = _lines(late)
+            computed += np.maximum(0.0, at_first + sizes @ slopes)
         if not wire_time:
             return computed
         return computed + np.maximum((1 - self.overlap) * wire_time, wire_time - computed)
