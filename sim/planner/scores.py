@@ -78,11 +78,9 @@ def complexities(space: Space) -> Counts:
     replicas = np.array([_of_replicas(each) for each in space.replicas])
     trainers = np.array([_of_trainer(each) for each in space.trainers])
     modes = np.array(list(map(_of_mode, space.modes, space.systems)))
+    generating = [each.pools for each in space.replicas]
     pools = np.array(
-        [
-            [len({*generate.pools, train.pool}) for train in space.trainers]
-            for generate in space.replicas
-        ]
+        [[len({*names, train.pool}) for train in space.trainers] for names in generating]
     )
     sides = replicas[space.of_replicas] + trainers[space.of_trainer]
     apart = pools[space.of_replicas, space.of_trainer] - 1

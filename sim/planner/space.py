@@ -666,8 +666,9 @@ def _near_best(
             near = [one for seconds, one in order if seconds <= NEAR_BEST * order[0][0]]
             kept |= dict.fromkeys(near[:MOST_ALIKE])
     cut[SLOW] += len(trainers) - len(kept)
-    layout = None if always is None else always.layout
-    return [trainer for trainer in trainers if trainer in kept or trainer.layout == layout]
+    if always is not None:
+        kept |= dict.fromkeys(each for each in trainers if each.layout == always.layout)
+    return [trainer for trainer in trainers if trainer in kept]
 
 
 def _mean_tokens(batches: Sequence[FallingLengths]) -> float:
