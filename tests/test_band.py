@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.band import ROOFLINE, UNCHECKED, Band, band_of, hull, model_error_of
+from streamrl.record.band import (
+    ROOFLINE,
+    UNCHECKED,
+    Band,
+    band_of,
+    hull,
+    model_error_of,
+    named_datasheets,
+)
 from streamrl.record.metrics import bands_of_speed, measure
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.plan_report import head_lines
@@ -16,6 +25,7 @@ from streamrl.report.run_tables import figure_text, headline, time_text
 from streamrl.report.words import money
 from streamrl.runfile.files import write_run
 from streamrl.runfile.formatting import format_dollars, format_step_time, long_dollars, long_time
+from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.planner.plan import read_plan
 from tests.command_line import streamrl
 from tests.report_directories import write_planned
@@ -144,3 +154,48 @@ def test_terminal_json_and_report_of_a_plan_have_one_band_and_runners_up_their_o
     for choice in (runner.choice for runner in plan.runners_up):
         assert choice.cost_per_step_band is not None and choice.model_error is not None
         assert choice.cost_per_step_band.low < choice.cost_per_step < choice.cost_per_step_band.high
+
+
+def test_a_guess_names_what_takes_the_seconds_from_datasheets() -> None:
+    weights = {"decode": 60.0, "train": 30.0, "sync": 10.0}
+    tiers = {
+        "decode": {"composed": 0.5, "roofline": 0.5},
+        "train": {"composed": 1.0},
+        "sync": {"roofline": 1.0},
+    }
+    parts = {"decode": {"attention of decode on A100": 0.4, "all-reduce on A100": 0.02}}
+    named = named_datasheets(weights, tiers, parts)
+    assert named == pytest.approx(
+        {
+            "attention of decode on A100": 0.24,
+            "weight sync": 0.10,
+            "decode": 0.048,
+            "all-reduce on A100": 0.012,
+        }
+    )
+    guess = model_error_of({"roofline": 0.4, "composed": 0.6}, [0.25], datasheets=named)
+    assert guess.note == (
+        "band of a guess: 40 % of the seconds are from datasheets (24 % attention of decode on A100, "
+        "10 % weight sync and 5 % decode)"
+    )
+    little = model_error_of({"roofline": 0.04, "composed": 0.96}, [0.25], datasheets=named)
+    assert little.note == "band: model error included; 4 % of the seconds are from datasheets"
+
+
+def test_attention_beyond_its_table_is_named_with_its_layers_and_its_gpu() -> None:
+    kernels = Kernels("a100", "bfloat16")
+    contexts = np.array([1024.0, 4096.0, 1e6])
+    found = kernels.time("decode_attention", contexts, heads=8.0, kv_heads=2.0, batch=8.0)
+    ((name, seconds),) = found.parts.items()
+    assert name == "attention of decode beyond its table on A100"
+    assert seconds == pytest.approx(found.unmeasured) and seconds[-1] > 0
+    whole = (found.within("layers with a window") * 3 + kernels.traffic(np.full(3, 1e9))).taking(
+        np.full(3, 2.0)
+    )
+    shares = whole.provenance.datasheets
+    assert set(shares) == {
+        "attention of decode beyond its table on A100, layers with a window",
+        "norms and activations on A100",
+    }
+    assert sum(shares.values()) == pytest.approx(whole.provenance.shares["roofline"])
+    assert sum(whole.mean().provenance.datasheets.values()) == pytest.approx(sum(shares.values()))

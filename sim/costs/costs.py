@@ -25,7 +25,7 @@ from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.precision import Precision
 from streamrl.hardware.profiles import check_profiles
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
-from streamrl.hardware.tiers import Provenance
+from streamrl.hardware.tiers import DATASHEETS, Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
@@ -249,9 +249,15 @@ class Costs(TrainerCosts):
             shares[f"train {costs.name}"] = {str(tier): share for tier, share in own}
         errors = {name: p.error for name, p in self.provenance.items() if p.error is not None}
         p90 = {name: p.p90 for name, p in self.provenance.items() if p.p90 is not None}
+        named = {
+            f"{operation}: {part}": share
+            for operation, found in self.provenance.items()
+            for part, share in found.datasheets.items()
+        }
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
-        return {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
+        facts = {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
+        return {**facts, DATASHEETS: named} if named else facts
 
 
 def _of_one_kind(resolved: ResolvedRun) -> Costs:

@@ -125,12 +125,7 @@ def _attention_line(
     )[0]
     if fixed < 0:
         fixed, slope = 0.0, np.sum(tokens * weight) / np.sum((tokens * weight) ** 2)
-    middle = Estimate(
-        estimate.seconds.mean(keepdims=True),
-        estimate.unmeasured.mean(keepdims=True),
-        estimate.sources,
-    )
-    return float(fixed), max(0.0, float(slope)), middle
+    return float(fixed), max(0.0, float(slope)), estimate.mean()
 
 
 class PrefillCurve:

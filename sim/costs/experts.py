@@ -145,7 +145,7 @@ def skipping_time(
     fixed = np.minimum(_fixed(kernels, experts, shape), found.seconds)
     share = num_read / np.minimum(count, alone * chosen)
     seconds = fixed + (found.seconds - fixed) * share
-    products = Estimate(seconds, found.unmeasured * (seconds / found.seconds), found.sources)
+    products = found.taking(seconds)
     channels = ROW_BYTES[0] * experts.intermediate_size + ROW_BYTES[1] * hidden_size
     skipped = tokens * chosen * max(0.0, given - 1 / ranks)
     return products + _passed(kernels, skipped * channels)
@@ -222,7 +222,7 @@ def experts_time(
     grown = kernels.time("moe", np.maximum(tokens, all_read), **shape)
     whole = kernels.time("moe", np.full(1, all_read), **shape)
     growth = np.maximum(1.0, grown.seconds / whole.seconds)
-    return Estimate(read.seconds * growth, read.unmeasured * growth, read.sources)
+    return read.taking(read.seconds * growth)
 
 
 def num_experts_read(tokens: Floats, experts: Experts, expert_parallel: int = 1) -> Floats:
@@ -270,4 +270,4 @@ def dispatched_experts_time(
     fixed = min(float(of_ranks(np.ones(1), near).seconds[0]), float(found.seconds.min()))
     reads = num_read / num_experts_read(tokens, experts, near)
     seconds = fixed + (found.seconds - fixed) * reads
-    return Estimate(seconds, found.unmeasured * (seconds / found.seconds), found.sources)
+    return found.taking(seconds)

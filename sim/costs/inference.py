@@ -22,6 +22,8 @@ from streamrl.sim.costs.overheads import ServingEngine, load_engine
 
 SCORES_SHARE = 0.5
 """Share of attention's products that an indexer computes: scores of queries and keys, but no values."""
+WINDOWED = "layers with a window"
+"""What the seconds of sliding-window attention are said to be for."""
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: the smallest context in its tables."""
 NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
@@ -80,7 +82,7 @@ class Shard:
         parts = (self._computed(half, np.maximum(1.0, routed / 2)), self._all_to_all(half))
         seconds = 2 * np.maximum(*(part.seconds for part in parts))
         seconds = np.minimum(whole.seconds, seconds)
-        return Estimate(seconds, whole.unmeasured * (seconds / whole.seconds), whole.sources)
+        return whole.taking(seconds)
 
     def _computed(self, tokens: Floats, routed: Floats) -> Estimate:
         """Return the seconds of the same layers without the all-to-all."""
@@ -258,7 +260,7 @@ class Shard:
             found.append(self._decode_layer(rollouts, contexts, model) * model.num_full_layers)
         if model.num_windowed_layers:
             seen = np.minimum(contexts, float(model.sliding_window or 0))
-            layer = self._decode_layer(rollouts, seen, model.windowed)
+            layer = self._decode_layer(rollouts, seen, model.windowed).within(WINDOWED)
             found.append(layer * model.num_windowed_layers)
         if model.linear is not None:
             batches = np.full(len(contexts), float(rollouts * self.queries))
@@ -336,7 +338,9 @@ class Shard:
             batch=sequences,
         )
         seconds = scored.seconds * SCORES_SHARE * self._indexed_share
-        return attended + unmeasured(seconds, "scores of an indexer: half of attention's products")
+        return attended + unmeasured(
+            seconds, "scores of an indexer: half of attention's products", "scores of an indexer"
+        )
 
     def _prefill_layer(self, sequences: float, contexts: Floats, model: ModelShape) -> Estimate:
         heads, kv_heads = self._heads(model)
@@ -347,7 +351,7 @@ class Shard:
     def _windowed_layer(self, sequences: float, contexts: Floats) -> Estimate:
         """Return the seconds of a layer with the sliding window."""
         window = float(self.model.sliding_window or 0)
-        return self._limited(sequences, contexts, window, self.model.windowed)
+        return self._limited(sequences, contexts, window, self.model.windowed).within(WINDOWED)
 
     def _limited(
         self, sequences: float, contexts: Floats, most: float, model: ModelShape
@@ -358,7 +362,7 @@ class Shard:
         """
         first = self._prefill_layer(sequences, np.minimum(contexts, most), model)
         times = np.maximum(1.0, 2 * contexts / most - 1)
-        return Estimate(first.seconds * times, first.unmeasured * times, first.sources)
+        return first.taking(first.seconds * times)
 
     def _heads(self, model: ModelShape) -> tuple[float, float]:
         """Return the query and key heads on this GPU, in units of the measured 128 channels of keys and of values."""
@@ -391,7 +395,8 @@ class Shard:
         gpu = self.kernels.gpu
         if not self.kernels.is_composed:
             assumed = np.full(len(rollouts), float(gpu.roofline.step_overhead))
-            return unmeasured(assumed, f"assumed overhead of a step on {gpu.name}")
+            source = f"assumed overhead of a step on {gpu.name}"
+            return unmeasured(assumed, source, "overhead of a decode step")
         constants = self.engine.constants
         layers = self.model.num_blocks / 2
         seconds = constants.step + constants.layer * layers * share + 0 * rollouts

@@ -59,7 +59,7 @@ class Interconnect:
     def reduced_between(self, num_bytes: Floats, domains: int) -> Estimate:
         """Return the seconds to all-reduce `num_bytes` per GPU between domains, after the reduction within each."""
         wire = 2 * (domains - 1) / domains * num_bytes / self.network
-        return unmeasured(wire + 2 * ceil(log2(domains)) * self.latency, self.source)
+        return unmeasured(wire + 2 * ceil(log2(domains)) * self.latency, self.source, NETWORK)
 
     def sent_on(self, num_bytes: Floats, num_gpus: int) -> Estimate:
         """Return the seconds in which a GPU sends `num_bytes` to the next stage of a replica of `num_gpus`.
@@ -68,10 +68,13 @@ class Interconnect:
         latency.
         """
         if num_gpus <= self.domain:
-            return unmeasured(num_bytes / self.nvlink, self.source)
-        return unmeasured(num_bytes / self.network + self.latency + np.zeros(1), self.source)
+            return unmeasured(num_bytes / self.nvlink, self.source, STAGES)
+        seconds = num_bytes / self.network + self.latency + np.zeros(1)
+        return unmeasured(seconds, self.source, STAGES)
 
 
+NETWORK, STAGES = "all-reduce between nodes", "transfers between pipeline stages"
+"""What takes seconds that rest on datasheets."""
 START_TIME, ACHIEVED = 40e-6, 0.9
 """Seconds of a dispatch or combine without tokens, and share of line rate that a large one
 reaches. Source: DeepEP's low-latency kernels on H800 with a 400 Gbps port each, 128 tokens per GPU
@@ -115,4 +118,5 @@ def all_to_all_time(
         num_bytes = tokens * hidden_size * width
         wire = np.maximum(outside / wires.network, inside / wires.nvlink) * num_bytes
         seconds += START_TIME + wire / ACHIEVED
-    return unmeasured(seconds, f"{wires.source}; dispatch of tokens as DeepEP on H800")
+    source = f"{wires.source}; dispatch of tokens as DeepEP on H800"
+    return unmeasured(seconds, source, "all-to-all between nodes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
@@ -34,6 +34,21 @@ LEAST = {"n": 64.0, "k": 64.0}
 """Shape of a tiny product, whose seconds are those of a kernel launch."""
 OF_WEIGHTS = ("gemm", "quantise", "moe")
 """Operators that run in the dtype of the weights."""
+OPERATOR_WORDS = {
+    "gemm": "matrix products",
+    "quantise": "quantisation",
+    "moe": "experts",
+    "decode_attention": "attention of decode",
+    "latent_decode_attention": "attention of decode",
+    "prefill_attention": "attention of prefill",
+    "linear_decode": "linear attention of decode",
+    "linear_prefill": "linear attention of prefill",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
+"""Operators in the words of a sentence."""
 ALIKE = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
@@ -56,18 +71,45 @@ class Estimate:
     seconds: Floats
     unmeasured: Floats
     sources: tuple[str, ...] = ()
+    parts: Mapping[str, Floats] = field(default_factory=dict)
+    """The unmeasured seconds by what takes them, such as "attention on A100"."""
 
     def __add__(self, other: Estimate) -> Estimate:
         """Add two estimates, one after the other."""
+        parts = dict(self.parts)
+        for name, seconds in other.parts.items():
+            parts[name] = parts[name] + seconds if name in parts else seconds
         return Estimate(
             self.seconds + other.seconds,
             self.unmeasured + other.unmeasured,
             tuple(dict.fromkeys(self.sources + other.sources)),
+            parts,
         )
 
     def __mul__(self, times: float) -> Estimate:
         """Repeat an estimate `times` times."""
-        return Estimate(self.seconds * times, self.unmeasured * times, self.sources)
+        parts = {name: seconds * times for name, seconds in self.parts.items()}
+        return Estimate(self.seconds * times, self.unmeasured * times, self.sources, parts)
+
+    def mean(self) -> Estimate:
+        """Return the mean of all columns as an estimate of one column."""
+        shape = self.seconds.shape
+        parts = {
+            name: np.broadcast_to(each, shape).mean(keepdims=True)
+            for name, each in self.parts.items()
+        }
+        seconds, unmeasured = self.seconds.mean(keepdims=True), self.unmeasured.mean(keepdims=True)
+        return Estimate(seconds, unmeasured, self.sources, parts)
+
+    def taking(self, seconds: Floats) -> Estimate:
+        """Return an estimate that takes other seconds, with the same unmeasured share."""
+        ratio = seconds / self.seconds
+        parts = {name: each * ratio for name, each in self.parts.items()}
+        return Estimate(seconds, self.unmeasured * ratio, self.sources, parts)
+
+    def within(self, name: str) -> Estimate:
+        """Return an estimate whose unmeasured parts are those of a thing, such as "layers with a window"."""
+        return replace(self, parts={f"{part}, {name}": each for part, each in self.parts.items()})
 
     @property
     def provenance(self) -> Provenance:
@@ -77,12 +119,25 @@ class Estimate:
         return Provenance(
             shares={tier: part for tier, part in shares.items() if part > 0},  # type: ignore[misc]  # literals
             sources=self.sources,
+            datasheets={
+                name: float(
+                    np.sum(np.broadcast_to(each, self.seconds.shape)) / np.sum(self.seconds)
+                )
+                for name, each in self.parts.items()
+                if np.any(each > 0)
+            },
         )
 
 
-def unmeasured(seconds: Floats, source: str) -> Estimate:
-    """Return seconds without a measurement."""
-    return Estimate(seconds, seconds, (source,))
+def unmeasured(seconds: Floats, source: str, name: str) -> Estimate:
+    """Return seconds without a measurement.
+
+    Args:
+        seconds: the seconds.
+        source: where they come from.
+        name: what takes them.
+    """
+    return Estimate(seconds, seconds, (source,), {name: seconds})
 
 
 def total(estimates: Iterable[Estimate]) -> Estimate:
@@ -226,28 +281,42 @@ class Kernels:
             return self._timed(operator, self.cache_dtype, contexts, shape)
         found = self.time(operator, contexts * share, **shape)
         source = f"{operator} with a cache in {self.cache_dtype}, as of {share:g} times the tokens"
-        return Estimate(found.seconds, found.seconds, (*found.sources, source))
+        name = self._name(operator, f" with a cache in {self.cache_dtype}")
+        return replace(unmeasured(found.seconds, source, name), sources=(*found.sources, source))
 
     def _timed(
         self, operator: str, dtype: str, columns: Floats, shape: dict[str, float]
     ) -> Estimate:
         surface = self._known(operator, dtype)
         if surface is not None:
-            return self._of_surface(surface, dtype, columns, shape)
+            return self._of_surface(surface, operator, dtype, columns, shape)
         if dtype in NEAREST:
             surface = self._known(operator, NEAREST[dtype])
         if surface is None:
             return self._roofline(OPERATORS[operator], operator, dtype, columns, shape)
-        seconds = self._of_surface(surface, dtype, columns, shape).seconds
-        return unmeasured(seconds, f"in {dtype} as far from its roofline as {surface.table.origin}")
+        seconds = self._of_surface(surface, operator, dtype, columns, shape).seconds
+        source = f"in {dtype} as far from its roofline as {surface.table.origin}"
+        return unmeasured(seconds, source, self._name(operator, f" in {dtype}"))
 
     def _of_surface(
-        self, surface: Surface, dtype: str, columns: Floats, shape: dict[str, float]
+        self,
+        surface: Surface,
+        operator: str,
+        dtype: str,
+        columns: Floats,
+        shape: dict[str, float],
     ) -> Estimate:
         seconds, is_inside = surface.seconds(shape, columns, peak_of(self.gpu, dtype))
         if surface.table.facts.generation:
-            return unmeasured(seconds, f"datasheet of {self.gpu.name}: {surface.table.origin}")
-        return Estimate(seconds, np.where(is_inside, 0.0, seconds), (surface.table.origin,))
+            source = f"datasheet of {self.gpu.name}: {surface.table.origin}"
+            return unmeasured(seconds, source, self._name(operator))
+        outside = np.where(is_inside, 0.0, seconds)
+        parts = {self._name(operator, " beyond its table"): outside}
+        return Estimate(seconds, outside, (surface.table.origin,), parts)
+
+    def _name(self, operator: str, what: str = "") -> str:
+        """Return what takes seconds from a datasheet: "attention of decode beyond its table on A100"."""
+        return f"{OPERATOR_WORDS.get(operator, operator)}{what} on {self._gpu_name.upper()}"
 
     def _known(self, operator: str, dtype: str) -> Surface | None:
         """Return an operator's table, or the typical one of similar GPUs if this one has no tables."""
@@ -262,7 +331,8 @@ class Kernels:
     def traffic(self, num_bytes: Floats) -> Estimate:
         """Return the seconds to move bytes through the GPU's memory, by its roofline."""
         bandwidth = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
-        return unmeasured(num_bytes / bandwidth, f"roofline of {self.gpu.name}: memory traffic")
+        source = f"roofline of {self.gpu.name}: memory traffic"
+        return unmeasured(num_bytes / bandwidth, source, self._name("norms and activations"))
 
     def _widened(self, operator: str, columns: Floats, shape: dict[str, float]) -> Estimate:
         """Return the seconds of a product whose weights are read narrow and widened before the multiplication.
@@ -274,7 +344,7 @@ class Kernels:
         if self.kept in WEIGHT_ONLY:
             surface = self._known(operator, self.kept)
         if surface is not None:
-            return self._of_surface(surface, self.kept, columns, shape)
+            return self._of_surface(surface, operator, self.kept, columns, shape)
         source = OPERATORS[operator]
         axes: dict[str, Floats] = {key: np.array([value]) for key, value in shape.items()}
         axes[_COLUMN[operator]] = columns
@@ -286,7 +356,7 @@ class Kernels:
         least = self._timed("gemm", self.dtype, columns, LEAST).seconds
         seconds = np.maximum(np.maximum(compute, memory), least)
         text = f"roofline of {self.gpu.name}: {operator} of {self.kept} weights in {self.dtype}"
-        return unmeasured(seconds, text)
+        return unmeasured(seconds, text, self._name(operator, f" of {self.kept} weights"))
 
     def _roofline(
         self, operator: Operator, name: str, dtype: str, columns: Floats, shape: dict[str, float]
@@ -301,7 +371,8 @@ class Kernels:
             width=peak.width,
         )
         seconds = operator.roofline(achieved)(axes)
-        return unmeasured(seconds, f"roofline of {self.gpu.name}: {name} in {dtype}")
+        source = f"roofline of {self.gpu.name}: {name} in {dtype}"
+        return unmeasured(seconds, source, self._name(name))
 
 
 _COLUMN = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from streamrl.hardware.tiers import Provenance
-from streamrl.record.band import ModelError, model_error_of
+from streamrl.record.band import ModelError, model_error_of, named_datasheets
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.trial import open_trial
@@ -36,4 +36,6 @@ def _error_of(found: dict[str, Provenance], weights: dict[str, float]) -> ModelE
     bounds = [each.p90 for each in sides.values() if each.p90 is not None]
     composed = [name for name, each in sides.items() if each.shares.get("composed", 0.0) > 0]
     unchecked = [name for name in composed if sides[name].p90 is None]
-    return model_error_of(tiers, bounds, unchecked)
+    shares = {name: {str(t): s for t, s in each.shares.items()} for name, each in found.items()}
+    parts = {name: each.datasheets for name, each in found.items()}
+    return model_error_of(tiers, bounds, unchecked, named_datasheets(weights, shares, parts))

@@ -15,6 +15,9 @@ peak and an assumed efficiency."""
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers, the most reliable first."""
 
+DATASHEETS = "datasheets"
+"""The entry of a trace's facts with what takes the seconds from datasheets, as "decode: attention of decode on A100"."""
+
 
 def datasheet_share(tiers: Mapping[Tier, float] | Mapping[str, float]) -> float:
     """Return the share of seconds that rest on a datasheet: scaled ones and rooflines."""
@@ -31,6 +34,10 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Median relative error on shapes that were not used for a fit; None if unchecked."""
     p90: float | None = None
     """90th percentile of those errors."""
+    datasheets: dict[str, float] = {}
+    """Share of the seconds by what takes them, such as "attention of decode on A100", as far as datasheets are behind them
+    and their parts are known.
+    """
 
     @classmethod
     def of(
@@ -51,6 +58,10 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             for tier, share in part.shares.items():
                 shares[tier] = shares.get(tier, 0.0) + share / len(parts)
         sources = dict.fromkeys(source for part in parts for source in part.sources)
+        named: dict[str, float] = {}
+        for part in parts:
+            for name, share in part.datasheets.items():
+                named[name] = named.get(name, 0.0) + share / len(parts)
         errors = [part.error for part in parts if part.error is not None]
         p90 = [part.p90 for part in parts if part.p90 is not None]
         return cls(
@@ -58,6 +69,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             sources=tuple(sources),
             error=max(errors) if len(errors) == len(parts) else None,
             p90=max(p90) if len(p90) == len(parts) else None,
+            datasheets=named,
         )
 
     def adjusted(self, source: str) -> Provenance:
@@ -66,7 +78,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         for tier, share in self.shares.items():
             known: Tier = "composed" if tier == "measured" else tier
             shares[known] = shares.get(known, 0.0) + share
-        return Provenance(shares=shares, sources=(*self.sources, source))
+        sources = (*self.sources, source)
+        return Provenance(shares=shares, sources=sources, datasheets=self.datasheets)
 
     @property
     def tier(self) -> Tier:

@@ -9,13 +9,14 @@ the same direction. A recorded run was measured by a clock and has no model erro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import assert_never
 
 import msgspec
 
 from streamrl.engine.trace import Trace
 from streamrl.hardware.efficiency import scaled_errors
-from streamrl.hardware.tiers import TIERS, Tier, datasheet_share
+from streamrl.hardware.tiers import DATASHEETS, TIERS, Tier, datasheet_share
 from streamrl.record.attribution import SidesAttribution
 from streamrl.record.uncertainty import MOST_UNMEASURED, OPERATION_OF_ACTIVITY
 from streamrl.runfile.formatting import OptionalInterval, format_share, listing
@@ -46,6 +47,8 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the seconds that come from datasheets alone."""
     unchecked: list[str] = []
     """Operations with composed seconds whose error was never checked."""
+    datasheets: dict[str, float] = {}
+    """Share of all seconds that come from datasheets, by what takes them, the largest first."""
 
     @property
     def is_guess(self) -> bool:
@@ -57,10 +60,48 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
         """Return what the band rests on, for the end of a sentence."""
         share = f"{format_share(self.datasheet_share, 0)} of the seconds are from datasheets"
         if self.datasheet_share > MOST_UNMEASURED:
-            return f"band of a guess: {share}"
+            return f"band of a guess: {share}{self._parts()}"
         if self.unchecked:
             return f"band of a guess: errors of {listing(self.unchecked)} were never checked"
         return f"band: model error included{f'; {share}' if self.datasheet_share >= 0.005 else ''}"
+
+    def _parts(self) -> str:
+        """Return what takes most of the seconds from datasheets: " (12 % attention of decode on A100)"."""
+        large = [(name, share) for name, share in self.datasheets.items() if share >= WORTH_A_NAME]
+        told = [f"{format_share(share, 0)} {name}" for name, share in large[:MOST_NAMES]]
+        return f" ({listing(told)})" if told else ""
+
+
+WORTH_A_NAME, MOST_NAMES = 0.02, 3
+"""Least share of the seconds for which a part is named, and most parts."""
+
+
+def named_datasheets(
+    weights: Mapping[str, float],
+    shares: Mapping[str, Mapping[str, float]],
+    parts: Mapping[str, Mapping[str, float]],
+) -> dict[str, float]:
+    """Return the share of all seconds from datasheets by what takes them, the largest first.
+
+    Args:
+        weights: seconds by operation.
+        shares: by operation, the share of its seconds by tier.
+        parts: by operation, the share of its seconds by what takes them, as far as it is known.
+    """
+    total = sum(weights.values()) or 1.0
+    found: dict[str, float] = {}
+    for operation, weight in weights.items():
+        named = parts.get(operation, {})
+        rest = datasheet_share(shares[operation]) - sum(named.values())
+        whole = {OPERATION_WORDS.get(operation, operation): max(0.0, rest)}
+        for name, share in [*named.items(), *whole.items()]:
+            found[name] = found.get(name, 0.0) + share * weight / total
+    order = sorted(found.items(), key=lambda part: -part[1])
+    return {name: share for name, share in order if share > 0}
+
+
+OPERATION_WORDS = {"train": "training", "score": "scores", "sync": "weight sync"}
+"""Operations in the words of a sentence."""
 
 
 def factors_of(tier: Tier, p90: Iterable[float]) -> tuple[float, float]:
@@ -95,7 +136,10 @@ def bounds_of(p90: Iterable[float], unchecked: Sequence[str]) -> list[float]:
 
 
 def model_error_of(
-    tiers: Mapping[str, float], p90: Iterable[float], unchecked: Sequence[str] = ()
+    tiers: Mapping[str, float],
+    p90: Iterable[float],
+    unchecked: Sequence[str] = (),
+    datasheets: Mapping[str, float] = MappingProxyType({}),
 ) -> ModelError:
     """Return the model error of seconds.
 
@@ -103,6 +147,7 @@ def model_error_of(
         tiers: share of the seconds by tier.
         p90: bounds of nine in ten errors, of the operations that were checked.
         unchecked: operations with composed seconds that were not.
+        datasheets: share of the seconds from datasheets by what takes them.
     """
     bounds = bounds_of(p90, unchecked)
     parts = [(factors_of(tier, bounds), tiers.get(tier, 0.0)) for tier in TIERS]
@@ -112,6 +157,7 @@ def model_error_of(
         high=high,
         datasheet_share=datasheet_share(tiers),
         unchecked=list(unchecked),
+        datasheets=dict(datasheets),
     )
 
 
@@ -130,9 +176,19 @@ def mixed_basis(shares: Mapping[str, float]) -> str:
 
 
 def read_model_error(
-    trace: Trace, shares: SidesAttribution, tiers: Mapping[str, float]
+    trace: Trace,
+    shares: SidesAttribution,
+    tiers: Mapping[str, float],
+    weights: Mapping[str, float],
 ) -> ModelError | None:
-    """Return the model error of a simulated run; None for a real run, whose seconds are measured."""
+    """Return the model error of a simulated run; None for a real run, whose seconds are measured.
+
+    Args:
+        trace: the trace; only its header is read.
+        shares: what its GPU-seconds were used for.
+        tiers: share of its seconds by tier.
+        weights: its seconds by operation.
+    """
     if trace.world == "real":
         return None
     p90, busy = trace.facts.get("p90", {}), shares.whole.busy
@@ -140,7 +196,15 @@ def read_model_error(
     used = {OPERATION_OF_ACTIVITY[a]: None for a in OPERATION_OF_ACTIVITY if busy.get(a, 0.0) > 0}
     composed = [operation for operation in used if _is_composed(trace.facts[operation])]
     unchecked = [operation for operation in composed if operation not in p90]
-    return model_error_of(tiers, [p90[o] for o in used if o in p90], unchecked)
+    parts: dict[str, dict[str, float]] = {}
+    recorded = trace.facts.get(DATASHEETS, {})
+    assert isinstance(recorded, Mapping), "it is by operation and part"
+    for key, share in recorded.items():
+        operation, _, part = key.partition(": ")
+        parts.setdefault(operation, {})[part] = share
+    tiers_of = {each: found for each in weights if isinstance(found := trace.facts[each], Mapping)}
+    named = named_datasheets(weights, tiers_of, parts)
+    return model_error_of(tiers, [p90[o] for o in used if o in p90], unchecked, named)
 
 
 def _is_composed(shares: object) -> bool:

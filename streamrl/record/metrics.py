@@ -381,13 +381,12 @@ def measure_read(
     first, last = speed.counted_steps
     window = leader.window(first, last)
     shares = reader.attribution.between(*window)
-    tiers = _tiers(
-        trace, [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
-    )
+    operations = [*_weights(trace.run.followers, shares, trace.facts), *_waits(trace, shares)]
+    tiers = _tiers(trace, operations)
     worked = _tiers(trace, _weights(trace.run.followers, shares, trace.facts))
     notes = [note for note in (speed.note, unmeasured_warning(worked)) if note]
     speed = msgspec.structs.replace(speed, note="; ".join(notes))
-    error = read_model_error(trace, shares, tiers)
+    error = read_model_error(trace, shares, tiers, _summed(operations))
     return Metrics(
         world=trace.world,
         num_steps=len(speed.step_times),
@@ -540,9 +539,7 @@ def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, f
     if trace.world == "real":
         return {"measured": 1.0}
     tiers: dict[str, float] = {}
-    weights: dict[str, float] = defaultdict(float)
-    for operation, weight in operations:
-        weights[operation] += weight
+    weights = _summed(operations)
     busy = sum(weights.values()) or 1.0
     for operation, weight in weights.items():
         shares = trace.facts[operation]
@@ -550,6 +547,14 @@ def _tiers(trace: Trace, operations: Iterable[tuple[str, float]]) -> dict[str, f
         for tier, share in shares.items():
             tiers[tier] = tiers.get(tier, 0.0) + share * weight / busy
     return tiers
+
+
+def _summed(operations: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the seconds of each operation."""
+    weights: dict[str, float] = defaultdict(float)
+    for operation, weight in operations:
+        weights[operation] += weight
+    return weights
 
 
 def _weights(
