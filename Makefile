@@ -31,6 +31,7 @@
 #   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
 # Accuracy:
 #   make bench-costs        operator tables, decode curve, training and weight sync against measurements
+#   make bench-ablation     stages of published RL steps without each thing that frameworks fill in; ten minutes
 #   make bench-calibration  published and executed steps, predicted after calibration on others; a quarter of an hour
 #   make bench-fidelity     the paper's figures under other readings, dispatch and adjustment; ten minutes
 #   make bench-profile      runs on this machine, predicted from its profile; a quarter of an hour
@@ -73,7 +74,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -172,6 +173,9 @@ bench-workers: $(READY)
 
 bench-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m benchmarks.bench_trl
+
+bench-ablation: $(READY)
+	$(BIN)/python -m benchmarks.bench_ablation --output docs/ablation.md
 
 bench-calibration: $(READY)
 	$(BIN)/python benchmarks/bench_calibration.py

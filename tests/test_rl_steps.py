@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.bench_ablation import without
 from streamrl.hardware.profiles import PROFILES
 from streamrl.record.metrics import measure
 from streamrl.record.uncertainty import uncertainty_of, unmeasured_warning, unshared_error
@@ -68,6 +69,20 @@ def test_coming_steps_are_run_files_without_seconds() -> None:
     assert not {step.name for step in steps} & PUBLISHED.keys()
     for step in steps:
         assert simulate_step(step, next(choices_of(step))) is not None, step.name
+
+
+def test_an_ablation_takes_away_what_the_framework_fills_in_and_nothing_that_the_source_states() -> (
+    None
+):
+    step = PUBLISHED["NeMo-RL 0.5: Qwen3-32B on 64 H100, 1 step off"]
+    table = step.table
+    eager, slow = without(step, "trainer.kernels"), without(step, "framework.step_time")
+    assert eager is not None and slow is not None
+    assert eager.table["trainer"] == {**table["trainer"], "kernels": "eager"}
+    assert eager.table["framework"] == table["framework"]
+    assert slow.table["framework"] == {**table["framework"], "step_time": "0 s"}
+    assert without(step, "rollout.memory_utilization") is None  # its recipe states it
+    assert without(PUBLISHED[SMALL[0]], "trainer.kernels") is None  # it names no framework
 
 
 @pytest.mark.parametrize("name", SMALL)

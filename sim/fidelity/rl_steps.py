@@ -13,6 +13,7 @@ from __future__ import annotations
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from copy import deepcopy
 from itertools import product
 from math import sqrt
@@ -211,15 +212,9 @@ Source: HybridFlow, arXiv 2409.19256, Figure 15, read within 3 %, including the 
 
 def steps_rows() -> list[Row]:
     """Return every published stage with its prediction, computed on all cores."""
-    published = load_published()
-    wanted = [(step, choice) for step in published for choice in choices_of(step)]
     with worker_pool() as pool:
-        found = list(pool.map(simulate_step, *zip(*wanted, strict=True)))
+        rows = stage_rows(load_published(), pool)
         generated = list(pool.map(_generated, *zip(*GENERATED, strict=True)))
-    rows = []
-    for step in published:
-        ours = [each for (one, _), each in zip(wanted, found, strict=True) if one is step]
-        rows += list(_stage_rows(step, ours))
     rows += [
         Row(
             name=f"HybridFlow: {model} on 16 A100 at TP{degree}, 1,024 rollouts of 1,024 + 1,024",
@@ -233,6 +228,17 @@ def steps_rows() -> list[Row]:
         for ((model, degree), seconds), ours in zip(GENERATED.items(), generated, strict=True)
     ]
     return rows + switch_rows()
+
+
+def stage_rows(published: Sequence[Published], pool: Executor) -> list[Row]:
+    """Return the published stages of steps with their predictions."""
+    wanted = [(step, choice) for step in published for choice in choices_of(step)]
+    found = list(pool.map(simulate_step, *zip(*wanted, strict=True)))
+    rows = []
+    for step in published:
+        ours = [each for (one, _), each in zip(wanted, found, strict=True) if one is step]
+        rows += list(_stage_rows(step, ours))
+    return rows
 
 
 def choices_of(step: Published) -> Iterator[dict[str, Any]]:

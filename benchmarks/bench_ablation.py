@@ -1,0 +1,131 @@
+"""Take away one thing at a time that framework profiles fill in, and compare stages of published RL steps.
+
+    python -m benchmarks.bench_ablation                          ten minutes
+    python -m benchmarks.bench_ablation --output docs/ablation.md
+
+A correction earns its place if a stage is worse without it. One that improves only whole steps may cancel another
+error. One JSON object is printed per correction and partition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from streamrl.runfile.files import make_run
+from streamrl.runfile.findings import value_of
+from streamrl.runfile.frameworks import settings_of
+from streamrl.runfile.keys import place_of
+from streamrl.sim.fidelity.published_rows import Row, grouped, summarise
+from streamrl.sim.fidelity.rl_steps import Published, load_published, stage_rows
+from streamrl.sim.fidelity.scorecard import stamp
+from streamrl.sim.parallel import worker_pool
+
+SECONDS = ("framework.step_time", "framework.switch_time")
+"""Times of a framework that a run file can set to nothing."""
+HEAD = """# Each correction alone
+
+`python -m benchmarks.bench_ablation --output docs/ablation.md` writes this page ({stamp}). Frameworks fill in keys of a
+run file, and add seconds to a step. Each line takes one of them away from all published steps that have it: errors of
+their stages with it and without it. A correction is kept if a stage is worse without it.
+
+| without | stage or steps | rows | median error with | without | bias with | without |
+|---|---|---|---|---|---|---|
+"""
+
+
+class Line(NamedTuple):
+    """Errors of a partition with and without one correction."""
+
+    correction: str
+    group: str
+    rows: int
+    median: float
+    median_without: float
+    bias: float
+    bias_without: float
+
+
+def main() -> None:
+    """Print a line for each correction and partition; write the page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, help="write this Markdown page too")
+    options = parser.parse_args()
+    lines = []
+    for line in find_lines(load_published()):
+        print(json.dumps(line._asdict()), flush=True)
+        lines.append(line)
+    if options.output:
+        options.output.write_text(page_of(lines), encoding="utf-8")
+
+
+def find_lines(published: Sequence[Published]) -> Iterator[Line]:
+    """Simulate the published steps with everything, and those of each correction without it."""
+    with worker_pool() as pool:
+        with_all = {row.name: row for row in stage_rows(published, pool)}
+        for correction in corrections_of(published):
+            steps = [each for step in published if (each := without(step, correction))]
+            rows = stage_rows(steps, pool)
+            yield from _compared(correction, [with_all[row.name] for row in rows], rows)
+
+
+def corrections_of(published: Sequence[Published]) -> list[str]:
+    """Return the keys that frameworks fill in for these steps, and the times that they add."""
+    keys = (setting.key for step in published for setting, _ in settings_of(make_run(step.table)))
+    return [*dict.fromkeys(keys), *SECONDS]
+
+
+def without(step: Published, correction: str) -> Published | None:
+    """Return a step with the default of a key instead of what its framework fills in; None if it changes nothing."""
+    run = make_run(step.table)
+    if run.framework.name is None:
+        return None
+    if correction in SECONDS:
+        return _with(step, correction, "0 s")
+    table = deepcopy(step.table)
+    del table["framework"]["name"]
+    default = value_of(make_run(table), correction)
+    if default is None or default == value_of(run, correction) or _states(step, correction):
+        return None
+    return _with(step, correction, default)
+
+
+def page_of(lines: Sequence[Line]) -> str:
+    """Return the page with a table of all lines."""
+    rows = [
+        f"| `{line.correction}` | {line.group} | {line.rows} | {line.median:.1%} | {line.median_without:.1%} "
+        f"| {line.bias:+.1%} | {line.bias_without:+.1%} |"
+        for line in lines
+    ]
+    return HEAD.format(stamp=stamp()) + "\n".join(rows) + "\n"
+
+
+def _compared(correction: str, before: Sequence[Row], after: Sequence[Row]) -> Iterator[Line]:
+    later = grouped(after)
+    for group, some in grouped(before).items():
+        one, other = summarise(some), summarise(later[group])
+        medians, biases = (one.median, other.median), (one.bias, other.bias)
+        yield Line(correction, group, one.rows, *medians, *biases)
+
+
+def _states(step: Published, key: str) -> bool:
+    """Return whether the published step itself states a key."""
+    place, last = place_of(deepcopy(step.table), key)
+    return last in place
+
+
+def _with(step: Published, key: str, value: Any) -> Published:
+    table = deepcopy(step.table)
+    place, last = place_of(table, key)
+    place[last] = value
+    return replace(step, table=table)
+
+
+if __name__ == "__main__":
+    main()
