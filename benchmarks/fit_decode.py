@@ -83,7 +83,7 @@ FITS = {
             log_prob=LOG_PROB,
             log_prob_step=LOG_PROB_STEP,
             quantises_apart=True,
-            pads_experts=True,
+            pads_experts=("hopper", "blackwell"),
         ),
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
@@ -343,7 +343,7 @@ def _lines(constants: Overheads) -> list[str]:
         "all_reduce": f'"{constants.all_reduce}"',
         "narrow_attention": f'"{constants.narrow_attention}"',
         "quantises_apart": "true",
-        "pads_experts": "true",
+        "pads_experts": json.dumps(constants.pads_experts),
         "fuses_shared_experts": "true",
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]

@@ -7,11 +7,12 @@ the experts, all wait for the GPU that reads most.
 
 Padded rows: fp8 experts in DeepGEMM's contiguous layout, as vLLM 0.11.1 calls it. vLLM uses
 DeepGEMM for experts with a scale for each block of 128 by 128, at any batch since its pull 26197.
-An expert's rows begin at a whole block of 128. The host does not know how many blocks will be used.
-So products run over the maximum: one block for each expert on the GPU, plus the rows of all tokens.
-Blocks without tokens are computed too, with the weights of the first expert (`deepgemm_moe_permute`
-of its deep_gemm_utils.py). The same holds for the activation between both products. At a small
-batch this costs more than fp8 saves.
+DeepGEMM has kernels for Hopper and for Blackwell of datacenters. Elsewhere vLLM uses Triton
+(`support_deep_gemm` of its platforms/cuda.py). An expert's rows begin at a whole block of 128. The
+host does not know how many blocks will be used. So products run over the maximum: one block for
+each expert on the GPU, plus the rows of all tokens. Blocks without tokens are computed too, with
+the weights of the first expert (`deepgemm_moe_permute` of its deep_gemm_utils.py). The same holds
+for the activation between both products. At a small batch this costs more than fp8 saves.
 
 Skipped rows: kernels for int4 weights (Marlin) on several GPUs, measured with all experts on one
 GPU. Each of e ranks receives tokens with all their choices, and skips those of experts on other

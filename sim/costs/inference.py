@@ -214,7 +214,7 @@ class Shard:
                 hidden,
                 self.tensor_parallel,
                 self.expert_parallel,
-                is_padded=constants.pads_experts,
+                is_padded=self._pads_experts,
                 num_fused=experts.num_shared_experts if is_fused else 0,
             )
         whole = self.model.hidden_size
@@ -230,10 +230,14 @@ class Shard:
     def _dispatched_experts(self, dealt: Floats, experts: Experts) -> Estimate:
         """Return the seconds of experts that all ranks share."""
         hidden, ranks = self.model.expert_input_size, self.expert_parallel
-        is_padded = self.engine.constants.pads_experts
         return dispatched_experts_time(
-            self.kernels, dealt, experts, hidden, ranks, is_padded=is_padded
+            self.kernels, dealt, experts, hidden, ranks, is_padded=self._pads_experts
         )
+
+    @property
+    def _pads_experts(self) -> bool:
+        """Return whether this engine puts fp8 experts into padded blocks on this GPU."""
+        return self.kernels.gpu.generation in self.engine.constants.pads_experts
 
     def _all_to_all(self, tokens: Floats) -> Estimate:
         """Return the seconds of both all-to-alls in all layers, for `tokens` of each attention rank."""

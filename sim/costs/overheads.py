@@ -61,8 +61,10 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     """
     quantises_apart: bool = False
     """Whether separate kernels quantise the inputs of fp8 products, each row with its own scale."""
-    pads_experts: bool = False
-    """Whether grouped fp8 experts use padded blocks of 128 rows (`streamrl.sim.costs.experts`)."""
+    pads_experts: tuple[str, ...] = ()
+    """Generations of GPUs on which grouped fp8 experts use padded blocks of 128 rows
+    (`streamrl.sim.costs.experts`).
+    """
     fuses_shared_experts: bool = False
     """Whether shared experts count as one more routed expert, as in SGLang's deepseek_v2.py if
     GPUs slice them.
