@@ -116,7 +116,9 @@ def test_what_raising_the_bound_on_staleness_saves_is_told_before_the_longest_ro
         longest[system] = max(longest[system], search.estimates.least(index).longest)
         saved = {"generation": 0.1, "training": 0.0, "max_staleness": 0.2}
         binding = find_binding(search.estimates, index, search.speeds[index], saved)
-        bound = "policies.max_staleness 1, which allows 64 rollouts at once"
+        bound = (
+            "the bound on the age of rollouts (policies.max_staleness 1), which allows 64 at once"
+        )
         assert system != "stream-async" or binding.resource.startswith(bound), binding
     assert longest["stream-async"] <= longest["stream-sync"]
 

@@ -27,7 +27,8 @@ from streamrl.sim.planner.search import MARGIN, Search
 from streamrl.sim.planner.stage_times import summarize
 from streamrl.sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
 from streamrl.sim.steady_state import measure_steady
-from tests.test_plan import SMALL, Here, few
+from tests.test_agreement import printed
+from tests.test_plan import SMALL, Here, few, planned
 
 
 def searched() -> Search:
@@ -277,6 +278,12 @@ def test_short_simulations_of_a_system_that_runs_ahead_are_near_its_steady_state
 
 def test_terms_of_a_plan_are_explained_once() -> None:
     told = terms_text(["8 a (8 x TP2) generate, 8 b (DP4 TP2) train; stream-sync, delta sync"])
-    assert told.startswith("TP = tensor parallel: ") and told.count("TP = ") == 1
+    assert told.startswith("N x = N replicas, ") and told.count("TP = tensor parallel: ") == 1
     assert "DP = data parallel" in told and "delta sync = only changed weights" in told
-    assert "offload" not in told and "stream-sync" not in told
+    assert "offload" not in told and "stream-sync = training starts while" in told
+    assert "stream-sync" not in terms_text(["8 a train; stream-sync"], ["stream-sync"])
+
+
+def test_terms_come_right_after_the_options_that_use_them() -> None:
+    shown = printed(planned(few(SMALL)).plan)
+    assert shown.index("recommended") < shown.index("terms: ") < shown.index("\nwhy")

@@ -199,8 +199,8 @@ def _of_generation(estimates: Estimates, index: int, gains: Mapping[RelaxedLimit
     if gains.get("max_staleness", 0.0) >= SAVES and not is_of_memory:
         bound = estimates.space.system(index).staleness_bound
         return (
-            f"policies.max_staleness {bound:g}, which allows "
-            f"{rollouts_under_way(run.policies, run.algorithm):,} rollouts at once, and GPU memory bandwidth"
+            f"the bound on the age of rollouts (policies.max_staleness {bound:g}), which allows "
+            f"{rollouts_under_way(run.policies, run.algorithm):,} at once, and GPU memory bandwidth"
         )
     least = estimates.least(index)
     if least.longest >= least.work:

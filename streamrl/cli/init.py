@@ -150,6 +150,7 @@ def check_alone(run_file: Path | None, stated: Iterable[str]) -> None:
 
 def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable[str]) -> None:
     """Print the plans that a decision is between, and what they rest on."""
+    from streamrl.report.plan_report import terms_text
     from streamrl.sim.planner.first_answer import LIMITS_ASIDE, assumptions_of
 
     lines = list(assumptions_of(question, set(stated)))
@@ -158,7 +159,8 @@ def print_first_answer(answer: FirstAnswer, question: Question, stated: Iterable
     console = stdout_console()
     console.print(answer.title, style="bold")
     console.print(_table(answer))
-    for line in [f"recommended: {answer.rule}", *answer.band_notes(), *lines]:
+    terms = f"terms: {terms_text(plan.choice for plan in answer.plans)}"
+    for line in [f"recommended: {answer.rule}", *answer.band_notes(), *lines, terms]:
         console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
     console.print()
 

@@ -7,7 +7,7 @@ tables fit a terminal of 80 columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import isclose
 
 from rich.console import Group, RenderableType
@@ -84,6 +84,7 @@ VALUES: dict[ObjectiveName, Show] = {
 }
 """How to write the figure that a plan is judged by, with the digits of `simulate`."""
 TERMS = {
+    r"\d+ x": "N replicas, which are copies of the model that generate",
     **EXPLAINED,
     "skewness-aware": "rollouts that are expected to be long get replicas of their own",
     "delta sync": "only changed weights are sent to the replicas",
@@ -109,10 +110,11 @@ def plan_report(plan: Plan, *, intervals: bool = False, details: bool = False) -
     else:
         parts += [Text(), _options(plan, intervals=intervals), *_left_out(plan)]
         parts += [_indented(basis)] if (basis := basis_of_options(plan)) else []
+    texts = [plan.allocation.text, *(each.text for each in plan.options)]
+    if terms := terms_text(texts, [str(plan.allocation.settings["policies.system"])]):
+        parts += [_indented(f"terms: {terms}")]
     parts += [Text(), Text("why", style="bold"), _listed(why_lines(plan))]
     parts += _details(plan, intervals=intervals) if details else []
-    if terms := terms_text([plan.allocation.text, *(each.text for each in plan.options)]):
-        parts += [Text(), Text(f"terms: {terms}", style="dim")]
     return Group(*parts)
 
 
@@ -173,14 +175,19 @@ def duties_text(choice: Choice) -> str:
     return f"{rent_text(sides_of_plan(choice), system)}, {system}{turns}"
 
 
-def terms_text(texts: Iterable[str]) -> str:
-    """Return the meaning of the terms that some plans are written with."""
+def terms_text(texts: Iterable[str], known: Collection[str] = ()) -> str:
+    """Return the meaning of the terms that some plans are written with.
+
+    Args:
+        texts: the plans, in one line each.
+        known: terms that the output explains elsewhere.
+    """
     text = " ".join(texts)
     found = ((re.search(rf"\b{pattern}", text), meaning) for pattern, meaning in TERMS.items())
     meanings = {
-        match[0].rstrip(" 0123456789"): meaning
+        re.sub(r"^\d+(?= )", "N", match[0]).rstrip(" 0123456789"): meaning
         for match, meaning in found
-        if match is not None and match[0] not in SYSTEMS
+        if match is not None and match[0] not in known
     }
     return "; ".join(f"{name} = {meaning}" for name, meaning in meanings.items())
 
@@ -246,7 +253,7 @@ def partial_node_text(part: PartialNode) -> str:
 
 def why_lines(plan: Plan) -> Iterator[str]:
     """Yield why this plan was chosen, and what would alter the choice."""
-    yield f"chosen as {plan.why}"
+    yield f"chosen as {with_numbers(plan.why, plan.options)}"
     yield from first_plan_lines(plan)
     yield plan.binding.text.partition("; ")[0]
     yield from _alterations(plan)
@@ -256,6 +263,13 @@ def why_lines(plan: Plan) -> Iterator[str]:
             f"whose trainer takes {plan.tighter.memory:.1%} of a GPU"
         )
     yield search_text(plan)
+
+
+def with_numbers(text: str, options: Sequence[PlanOption]) -> str:
+    """Return a text in which options are called by their number and name, not by their layout."""
+    for option in options:
+        text = text.replace(option.text, f"option {option.number} ({option.labels[0]})")
+    return text
 
 
 def first_plan_lines(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from streamrl.report.page.sources import PlanMade, RecordedComparison, Sources
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.range_bars import Bar, bars_picture
 from streamrl.report.pictures.scatter import Point, front_of, scatter_picture
-from streamrl.report.plan_report import first_plan_lines
+from streamrl.report.plan_report import first_plan_lines, with_numbers
 from streamrl.report.words import (
     change,
     dollars,
@@ -25,7 +25,7 @@ from streamrl.report.words import (
     tokens_per_second,
 )
 from streamrl.runfile.formatting import band_ends, listing
-from streamrl.sim.planner.plan import Plan, PlanOption
+from streamrl.sim.planner.plan import Plan
 
 MOST_ROWS = 30  # options of a table that people still read
 MOST_KEYS = 24  # differing keys of run files; more are shown as a number
@@ -141,7 +141,7 @@ def why(made: PlanMade) -> Iterator[str]:
     """Yield why a plan was chosen, what it waits for, and how much was searched."""
     plan = made.plan
     if plan.why:
-        yield f"It was chosen as {_with_numbers(plan.why, plan.options)}."
+        yield f"It was chosen as {with_numbers(plan.why, plan.options)}."
     for line in first_plan_lines(plan):
         yield f"{line[0].upper()}{line[1:]}."
     alone = plan.binding.seconds
@@ -159,13 +159,6 @@ def why(made: PlanMade) -> Iterator[str]:
     )
     yield _openness(plan)
     yield _staleness(plan)
-
-
-def _with_numbers(text: str, options: Sequence[PlanOption]) -> str:
-    """Return a text in which options are called by their number and name, not by their layout."""
-    for option in options:
-        text = text.replace(option.text, f"option {option.number} ({option.labels[0]})")
-    return text
 
 
 def _openness(plan: Plan) -> str:
