@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from streamrl.record.incidents import find_incidents
 from streamrl.report.page.measured import Prediction, predict, stage_seconds
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.parts import Page, PageSection
+from streamrl.report.run_tables import is_within_band, measure_first_text
 from streamrl.sim.studies.rerun import simulate_as_recorded
 from streamrl.sim.world import simulate
 from tests.report_directories import as_executed, write_runs
@@ -40,7 +43,7 @@ def test_a_run_without_a_simulation_is_simulated_where_there_is_a_simulator(tmp_
     (executed,) = write_runs(tmp_path, executed={})
     sources, options = read_report([as_executed(executed)])
     told = predict(options[0], sources.runs, None)
-    assert isinstance(told, str) and "streamrl compare executed" in told
+    assert isinstance(told, str) and f"streamrl compare {executed}`" in told
     found = predict(options[0], sources.runs, simulate_as_recorded)
     assert isinstance(found, Prediction) and found.metrics.world == "simulated"
     stages = {
@@ -48,6 +51,24 @@ def test_a_run_without_a_simulation_is_simulated_where_there_is_a_simulator(tmp_
     }
     ours, theirs = stages["trainer: training"]
     assert 0 < ours < sources.runs[0].metrics.step_time and 0.5 < theirs / ours < 2
+
+
+def test_page_and_terminal_judge_a_run_by_the_band_and_say_how_to_measure(tmp_path: Path) -> None:
+    (executed,) = write_runs(tmp_path, executed={})
+    report = read_report([as_executed(executed)])
+    page = make_page(report, simulator=simulate_as_recorded)
+    section = section_of(page, "measured")
+    prediction = predict(report.options[0], report.sources.runs, simulate_as_recorded)
+    assert isinstance(prediction, Prediction)
+    predicted, measured = prediction.metrics, report.sources.runs[0].metrics
+    word = "within" if is_within_band(predicted, measured) else "outside"
+    assert section.text[0].endswith(f"The measured step is {word} the band of the prediction.")
+    guess = replace(predicted, tiers={"roofline": 0.3, "composed": 0.7})
+    told = measure_first_text(guess, "runs/a")
+    assert "streamrl compare runs/a --set costs.profile=profile.toml" in told
+    assert measure_first_text(replace(predicted, tiers={"composed": 1.0}), "runs/a") == ""
+    (hint,) = [text for text in section.notes if text.startswith("The prediction rests on")] or [""]
+    assert hint == measure_first_text(predicted, str(executed))
 
 
 def test_each_fault_has_what_became_of_it(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from streamrl.engine.trace import Trace
 from streamrl.record.metrics import measure
 from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.report.run_tables import compare as compare_metrics
-from streamrl.report.run_tables import comparison_table
+from streamrl.report.run_tables import comparison_table, measure_first_text
 from streamrl.sim.studies.rerun import simulate_as_recorded
 
 KINDS = {"real": "an executed run", "simulated": "a simulation"}
@@ -62,7 +62,10 @@ def compare(
     if as_json:
         print_json(compare_metrics(expected, figures))
     else:
-        stdout_console().print(comparison_table(expected, figures, intervals=intervals))
+        console = stdout_console()
+        console.print(comparison_table(expected, figures, intervals=intervals))
+        if hint := measure_first_text(expected, str(measured)):
+            console.print(f"\n{hint}", highlight=False, markup=False)
 
 
 def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:

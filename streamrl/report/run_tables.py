@@ -8,13 +8,14 @@ from typing import TypeAlias
 
 from rich.table import Table
 
+from streamrl.hardware.tiers import datasheet_share
 from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.band import ModelError, ends_of
 from streamrl.record.billing import BILLING_KEYS
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
-from streamrl.record.uncertainty import Uncertainty
+from streamrl.record.uncertainty import MOST_UNMEASURED, Uncertainty
 from streamrl.record.whole_run import PoolTotal, WholeRun
 from streamrl.runfile.formatting import (
     OptionalInterval,
@@ -283,6 +284,16 @@ def is_within_band(predicted: Metrics, measured: Metrics) -> bool | None:
     """Return whether the measured step time is in the band of the predicted one; None without a band."""
     band = predicted.step_time_band
     return None if band is None else band.low <= measured.step_time <= band.high
+
+
+def measure_first_text(predicted: Metrics, directory: str) -> str:
+    """Return how to predict a run from measurements of its machine; empty unless the prediction rests on datasheets."""
+    if datasheet_share(predicted.tiers) <= MOST_UNMEASURED:
+        return ""
+    return (
+        "The prediction rests on datasheets. `streamrl profile MODELDIR -o profile.toml` measures this machine, and "
+        f"`streamrl compare {directory} --set costs.profile=profile.toml` predicts from that."
+    )
 
 
 def _beyond_text(is_apart: bool | None) -> str:

@@ -14,7 +14,7 @@ from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.paired_bars import Pair, pairs_picture
-from streamrl.report.run_tables import are_apart
+from streamrl.report.run_tables import is_within_band, measure_first_text
 from streamrl.report.words import NBSP, change, dollars, seconds, step_seconds
 from streamrl.runfile.formatting import format_duration, long_time
 
@@ -70,7 +70,7 @@ def predict(
             return Prediction(measure(run.trace, counted), f"the simulation {run.name}")
     num_rollouts = measured.num_steps * option.run.run.algorithm.rollouts_per_step
     if simulator is None or num_rollouts > MOST_SIMULATED:
-        return f"The run was not simulated for this page: `streamrl compare {option.name}` does it."
+        return f"The run was not simulated for this page: `streamrl compare {option.run.path.parent}` does it."
     try:
         recorded = recorded_inputs(option.run.trace, option.run.path)
         trace = simulator(recorded, measured.num_steps)
@@ -104,6 +104,8 @@ def measured_section(option: Option, found: Prediction | str) -> PageSection:
         f"The prediction is {found.source}. A mean step is that of steps {first} to {last}. "
         "The error is predicted minus measured, relative to measured."
     )
+    if hint := measure_first_text(predicted, str(option.run.path.parent)):
+        section.notes.append(hint)
     return section
 
 
@@ -113,12 +115,12 @@ def _verdict(measured: Metrics, predicted: Metrics) -> str:
     way = "shorter" if error < 0 else "longer"
     within = {
         None: "",
-        True: " That is beyond the 95 % intervals.",
-        False: " That is within the 95 % intervals.",
-    }[are_apart(predicted, measured)]
+        True: " The measured step is within the band of the prediction.",
+        False: " The measured step is outside the band of the prediction.",
+    }[is_within_band(predicted, measured)]
     return (
         f"A step took {step_seconds(measured.step_time, None)}. The predicted step is {change(abs(error)).lstrip('+')} {way}: "
-        f"{step_seconds(predicted.step_time, None)}.{within}"
+        f"{step_seconds(predicted.step_time, predicted.step_time_band)}.{within}"
     )
 
 
