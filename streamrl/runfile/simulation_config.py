@@ -20,7 +20,9 @@ class SimulateConfig(Section, frozen=True, kw_only=True):
     """
 
 
-FrameworkName = Literal["streamrl", "verl", "nemo-rl", "slime", "openrlhf", "trl"]
+FrameworkName = Literal[
+    "streamrl", "verl", "nemo-rl", "slime", "miles", "openrlhf", "trl", "prime-rl", "skyrl"
+]
 
 
 class FrameworkConfig(Section, frozen=True, kw_only=True):
