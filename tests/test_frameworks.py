@@ -90,6 +90,8 @@ def test_the_page_of_frameworks_has_what_their_files_say() -> None:
     (offload,) = (row for row in rows if row[0].startswith("GB/s of optimizer states"))
     (sends,) = (row for row in rows if row[0].startswith("`sync.backend`"))
     (engines,) = (row for row in rows if row[0] == "`costs.engine`")
+    (shares,) = (row for row in rows if row[0] == "`rollout.memory_utilization`")
+    (returns,) = (row for row in rows if row[0].startswith("the engine returns"))
     for place, name in enumerate(head, start=1):
         found = load_framework(name)  # type: ignore[arg-type]
         (filled,) = [
@@ -107,6 +109,12 @@ def test_the_page_of_frameworks_has_what_their_files_say() -> None:
         unknown = "unknown: " if "sync.backend" in found.unknown else ""
         assert sends[place] == f"{unknown}{run.sync.backend}"
         assert engines[place] == run.costs.engine
+        (share,) = [
+            each.value for each in found.settings if each.key == "rollout.memory_utilization"
+        ] or [0.9]
+        assert shares[place].split(" ")[0] == f"{share:g}"
+        always = found.engine_log_probs is not None
+        assert returns[place] == ("always" if always else "if the loss reads them")
 
 
 # What a name fills in -----------------------------------------------------------------------------
