@@ -23,7 +23,7 @@ from streamrl.hardware.memory import (
 )
 from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.precision import Precision
-from streamrl.hardware.profiles import check_profiles
+from streamrl.hardware.profiles import check_profiles, load_gpu
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
 from streamrl.hardware.tiers import DATASHEETS, Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
@@ -430,7 +430,7 @@ def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> P
     is_checked = own.cache in CHECKED and (in_fp8 or own.weights in CHECKED)
     if not (is_plain and is_checked):
         return provenance
-    if kernels_of(replica.pool.gpu, own).is_datasheet:
+    if load_gpu(replica.pool.gpu).is_scaled:
         return Provenance.of("scaled", provenance.sources, scaled_errors().decode.median)
     if provenance.tier != "composed":
         return provenance

@@ -220,11 +220,6 @@ class Kernels:
         return table_path(place, operator, self.cache_dtype) is not None
 
     @property
-    def is_datasheet(self) -> bool:
-        """Whether no operator has a table of its own, but efficiencies of other GPUs apply."""
-        return not self._tables and self._typical is not None
-
-    @property
     def is_composed(self) -> bool:
         """Whether operators have tables, of this GPU or of others; if not, rooflines have assumed efficiencies."""
         return bool(self._tables) or self._typical is not None

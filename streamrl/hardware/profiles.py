@@ -116,6 +116,11 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
         return (self.generation, *self.roofline.like) if self.generation else ()
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether its operators are scaled from measured GPUs, because it has no tables itself."""
+        return not self.tables and bool(self.alike)
+
+    @property
     def usable_memory(self) -> float:
         """Bytes that tensors can use."""
         return self.memory - self.reserve

@@ -133,7 +133,7 @@ def network_text(pool: PoolConfig) -> str:
 def _kernels(cluster: ClusterConfig, gpus: Mapping[str, float]) -> Iterator[Assumed]:
     for name, pool in cluster.pools.items():
         gpu = load_gpu(pool.gpu)
-        if name in gpus and gpu.alike and not gpu.tables:
+        if name in gpus and gpu.is_scaled:
             yield Assumed(
                 key=pool_key(name, "gpu"),
                 text=f"kernels of {name} as on measured GPUs, in proportion to datasheets",

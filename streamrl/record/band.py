@@ -150,7 +150,7 @@ def model_error_of(
         datasheets: share of the seconds from datasheets by what takes them.
     """
     bounds = bounds_of(p90, unchecked)
-    parts = [(factors_of(tier, bounds), tiers.get(tier, 0.0)) for tier in TIERS]
+    parts = [(factors_of(tier, bounds), tiers[tier]) for tier in TIERS if tiers.get(tier)]
     low, high = (sum(share * factors[end] for factors, share in parts) for end in (0, 1))
     return ModelError(
         low=low,

@@ -242,7 +242,7 @@ def _known_stages(trainer: TrainerHardware) -> _KnownStages:
         return _KnownStages(stages, None, Provenance.of("roofline", [source]))
     profile = load_training_profile()
     wide, rates = rates_of(profile, "bfloat16"), rates_of(profile, ranks.computes_in)
-    if not ranks.gpu.tables:
+    if ranks.gpu.is_scaled:
         wide = with_typical(wide, name, "bfloat16")
         rates = with_typical(rates, name, ranks.computes_in)
     rate = wide.gemm.get(name)
