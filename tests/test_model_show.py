@@ -69,6 +69,17 @@ def test_the_table_has_a_row_for_each_kind_and_the_notes_say_the_rest(
         assert text in done.stdout
 
 
+def test_a_model_with_compressed_attention_prints_its_kinds_of_layers() -> None:
+    found = json.loads(streamrl("model", "show", "deepseek-v4-flash", "--json").stdout)
+    rows = {row["kind"].partition(":")[0]: row for row in found["kinds"]}
+    kinds = [rows[kind] for kind in ("sliding window of 128", "compressed sparse", "compressed")]
+    assert [row["num_layers"] for row in kinds] == [2, 21, 20]
+    assert [row["bytes_per_token"] for row in kinds] == [2 * 1024, 6069, 160]
+    assert rows["the same layers' sliding window of 128"]["bytes_per_token"] == 41 * 1024
+    assert rows["hyper-connections of 4 residual streams"]["parameters"] == 33_884_439
+    assert sum(row["parameters"] for row in found["kinds"]) == found["parameters"]
+
+
 def test_json_has_the_same_figures(tmp_path: Path) -> None:
     path = directory("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", tmp_path)
     found = json.loads(streamrl("model", "show", path, "--json", "--context", "8").stdout)
@@ -82,7 +93,7 @@ def test_json_has_the_same_figures(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("no-such-model",), "no profile 'no-such-model' in profiles/models"),
-        (("{refused}",), "compress_ratios is not understood"),
+        (("{refused}",), "compress_ratios must be 0 (sliding attention), 4"),
         (("qwen3-8b", "--kv-dtype", "int3"), "--kv-dtype must be one of bfloat16"),
         (("qwen3-8b", "--context", "0"), "--context"),
         (("{empty}",), "config.json cannot be read"),
@@ -91,8 +102,13 @@ def test_json_has_the_same_figures(tmp_path: Path) -> None:
 def test_wrong_input_is_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "refused").mkdir()
     (tmp_path / "empty").mkdir()
+    refused = directory("DeepSeek-V4-Flash", tmp_path / "refused")
+    table = json.loads((tmp_path / "refused" / "config.json").read_text())
+    (tmp_path / "refused" / "config.json").write_text(
+        json.dumps({**table, "compress_ratios": [16] * 43})
+    )
     places = {
-        "refused": directory("DeepSeek-V4-Flash", tmp_path / "refused"),
+        "refused": refused,
         "empty": tmp_path / "empty",
     }
     done = streamrl("model", "show", *(each.format(**places) for each in arguments))

@@ -36,6 +36,7 @@ FILES: dict[str, dict[str, Any]] = {row.pop("model"): row for row in ROWS}
 PARAMETERS = {
     "DeepSeek-R1": 671_026_419_200,
     "DeepSeek-V3.2": 671_877_944_064,
+    **dict.fromkeys(("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8"), 284_332_241_239),
     "GLM-5": 743_911_218_432,
     "GLM-5-FP8": 743_911_218_432,
     "GLM-5.1": 743_911_218_432,
@@ -90,6 +91,10 @@ INDEX_KEY = 128 + 4
 """Bytes of DeepSeek's index key: 128 values in fp8, and a scale."""
 KV_BYTES = {
     **{"DeepSeek-R1": 61 * LATENT, "DeepSeek-V3.2": 61 * (LATENT + INDEX_KEY)},
+    **dict.fromkeys(
+        ("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8"),
+        21 * (1024 + INDEX_KEY) // 4 + 20 * 1024 // 128,
+    ),
     **dict.fromkeys(("GLM-5", "GLM-5-FP8", "GLM-5.1", "GLM-5.1-FP8"), 78 * (LATENT + INDEX_KEY)),
     "Kimi-K2.5": 61 * LATENT,
     "Llama-3.1-70B-Instruct-FP8": 80 * 4 * 8 * 128,
@@ -115,7 +120,11 @@ KV_BYTES = {
     "gpt-oss-20b": 12 * 4 * 8 * 64,
 }
 """Bytes by which the KV cache grows with each token, in 16 bits."""
+COMPRESSORS = 21 * 8 * 2 * 2 * (512 + 128) * 4 + 20 * 128 * 2 * 512 * 4
+"""Bytes of the compressors of DeepSeek-V4-Flash: vectors and weights in float32. Sparse layers keep two of each for
+the last 8 tokens, for entries and for index keys; dense layers keep one for the last 128 tokens."""
 STATES = {
+    **dict.fromkeys(("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8"), 43 * 128 * 1024 + COMPRESSORS),
     "Llama-4-Maverick-17B-128E-Instruct": 36 * 8192 * 4 * 8 * 128,
     "MiMo-V2-Flash": 39 * 128 * 2 * 8 * (192 + 128),
     "gemma-4-26B-A4B": 25 * 1024 * 4 * 8 * 256,
@@ -128,12 +137,12 @@ STATES = {
 }
 """Bytes of a long rollout that do not grow: full windows, states in float32, and inputs of convolutions."""
 CHECKPOINTS = {
+    **{"DeepSeek-V4-Flash": "mxfp4", "DeepSeek-V4-Flash-FP8": "fp8"},
     **{"DeepSeek-R1": "fp8", "DeepSeek-V3.2": "fp8", "GLM-5-FP8": "fp8", "GLM-5.1-FP8": "fp8"},
     **{"Kimi-K2.5": "int4", "gpt-oss-20b": "mxfp4", "MiMo-V2-Flash": "fp8", "MiniMax-M2.7": "fp8"},
     **{"Llama-3.1-70B-Instruct-FP8": "fp8", "Qwen3-32B-FP8-Static-PerTensor": "fp8"},
     **{f"Qwen3-{size}-FP8": "fp8" for size in ("30B-A3B", "235B-A22B", "32B")},
 }
-REFUSED = ("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8")
 
 
 def directory(name: str, folder: Path) -> Path:
@@ -146,8 +155,8 @@ def read(name: str, folder: Path) -> ModelDirectory:
     return read_model_directory(directory(name, folder))
 
 
-def test_forty_of_all_models_are_read() -> None:
-    assert len(FILES) == 42 and set(PARAMETERS) == set(KV_BYTES) == set(FILES) - set(REFUSED)
+def test_all_models_are_read() -> None:
+    assert len(FILES) == 42 and set(PARAMETERS) == set(KV_BYTES) == set(FILES)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -157,7 +166,7 @@ def test_a_public_model_has_its_parameters(name: str, tmp_path: Path) -> None:
     assert found / 1e9 == pytest.approx(PUBLISHED.get(name, found / 1e9), rel=0.005)
 
 
-AS_ANOTHER_TYPE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+AS_ANOTHER_TYPE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "deepseek_ref": "deepseek_v4"}
 """Types that transformers does not have, and those of the same layers."""
 
 
@@ -208,20 +217,77 @@ def test_the_format_of_a_quantised_checkpoint_is_recognised(name: str, tmp_path:
     assert (found and found.dtype) == CHECKPOINTS.get(name)
 
 
-def test_only_experts_of_gpt_oss_and_kimi_are_narrow(tmp_path: Path) -> None:
+def test_only_experts_of_three_models_are_narrow(tmp_path: Path) -> None:
     assert {
         name
         for name in CHECKPOINTS
         if (found := read(name, tmp_path).checkpoint) is not None and found.experts_only
-    } == {"gpt-oss-20b", "Kimi-K2.5"}
+    } == {"gpt-oss-20b", "Kimi-K2.5", "DeepSeek-V4-Flash"}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_attention_over_compressed_tokens_is_refused_by_its_field(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compress_ratios": [16] * 43}, "compress_ratios must be 0 .*, 4 .*, 128 .* got 16"),
+        (
+            {"compress_ratios": [4] * 9},
+            "compress_ratios must be .* for each of 43 layers, got 9 numbers",
+        ),
+        ({"compress_ratios": None, "compress_rates": {}}, "compress_ratios is missing"),
+        (
+            {"layer_types": ["heavily_compressed_attention"]},
+            "layer_types must name 43 layers, got 1",
+        ),
+        ({"o_groups": 7}, "output_groups must divide num_heads 64, got 7"),
+    ],
+)
+def test_compressed_attention_that_is_not_known_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RunError, match=r"config.json: compress_ratios is not understood"):
-        read(name, tmp_path)
+    table = {**FILES["DeepSeek-V4-Flash"]["config.json"], **changes}
+    kept = {key: value for key, value in table.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(RunError, match=message):
+        read_model_directory(tmp_path)
+
+
+def test_layer_types_name_the_same_layers_as_ratios(tmp_path: Path) -> None:
+    """A saved configuration has `layer_types` and `compress_rates`, and the rotary channels as a share of a head."""
+    table = dict(FILES["DeepSeek-V4-Flash"]["config.json"])
+    names = {0: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
+    table["layer_types"] = [
+        f"{names[each]}_attention" for each in table.pop("compress_ratios")[:43]
+    ]
+    table["compress_rates"] = {names[4] + "_attention": 4, names[128] + "_attention": 128}
+    table["mlp_layer_types"] = ["hash_moe"] * 3 + ["moe"] * 40
+    table["partial_rotary_factor"] = table.pop("qk_rope_head_dim") / table["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    (tmp_path / "named").mkdir()
+    found = read("DeepSeek-V4-Flash", tmp_path / "named").shape
+    other = read_model_directory(tmp_path).shape
+    assert replace(other, name=found.name, source=found.source) == found
+
+
+def test_a_token_grows_each_kind_of_compressed_layer_by_its_share_of_an_entry(
+    tmp_path: Path,
+) -> None:
+    """An fp8 vector has 448 bytes, 64 rotary channels in 16 bits, and 8 bytes of scales (vLLM: 584 bytes)."""
+    shape = read("DeepSeek-V4-Flash", tmp_path).shape
+    assert shape.compressed is not None
+    assert shape.compressed.token_bytes(512, 2) == ((1024 + 132) / 4, 1024 / 128)
+    assert shape.compressed.token_bytes(512, 1) == ((584 + 132) / 4, 584 / 128)
+    assert shape.shard_kv_bytes_per_token("bfloat16", 8) == KV_BYTES["DeepSeek-V4-Flash"]
+    assert [shape.splits_over(degree) for degree in (1, 8, 16)] == [True, True, False]
+
+
+def test_compressed_attention_counts_pairs_with_entries(tmp_path: Path) -> None:
+    """A token at 8,192 tokens attends to 128 tokens, and in 21 layers to 512 chosen of 2,048 entries, in 20 to 64."""
+    shape = read("DeepSeek-V4-Flash", tmp_path).shape
+    pair = 2 * 64 * (512 + 512)
+    attended = 43 * 128 * pair + (21 * 512 + 20 * 64) * pair
+    scored = 21 * 2048 * 2 * 64 * 128
+    plain = 2 * shape.num_active_parameters
+    assert shape.forward_flops(1, 8192) == pytest.approx(plain + attended + scored, rel=1e-12)
 
 
 def test_parameters_of_vision_towers_count_apart(tmp_path: Path) -> None:
@@ -265,6 +331,25 @@ def test_a_decode_step_takes_as_long_as_the_bytes_that_it_reads(name: str, tmp_p
     _, num_bytes = shard.step_work(64, context)
     read_once = num_bytes / load_gpu("h200").memory_bandwidth
     assert 0.7 * read_once < float(step.seconds[0]) < SLOWEST * read_once
+
+
+def test_a_decode_step_attends_to_the_window_and_to_entries(tmp_path: Path) -> None:
+    """At 8,192 tokens, 2 layers read 128 tokens, 21 also 512 chosen entries of 2,048, and 20 also 64 entries."""
+    kernels = Kernels("h200", "bfloat16")
+    shard = Shard(read("DeepSeek-V4-Flash", tmp_path).shape, kernels, tensor_parallel=4)
+    found = shard.decode_attention(64, np.array([8192.0]))
+    read_of = {
+        tokens: kernels.time(
+            "latent_decode_attention", np.array([float(tokens)]), heads=16, batch=64
+        ).seconds[0]
+        for tokens in (128, 128 + 512, 128 + 64)
+    }
+    keys = 64 * 2048 * INDEX_KEY / load_gpu("h200").memory_bandwidth / 0.8
+    layers = zip((2, 21, 20), read_of.values(), strict=True)
+    expected = sum(count * seconds for count, seconds in layers) + 21 * keys
+    assert found.seconds[0] == pytest.approx(expected) and found.provenance.shares == {
+        "roofline": 1.0
+    }
 
 
 def layer_of(shape: ModelShape) -> Layer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamrl.hardware.compressed_attention import CompressedAttention
 from streamrl.hardware.model_shape import BYTES, Experts, LinearAttention, ModelShape
 from streamrl.hardware.operator_tables import HEAD_DIM, Floats
 from streamrl.hardware.precision import is_narrow, width_of
@@ -98,6 +99,8 @@ class Shard:
             num_reduces = model.num_blocks
             num_reduces -= model.num_expert_layers if self.data_parallel > 1 else 0
             layers.append(self._all_reduce(tokens) * num_reduces)
+        if model.hyper_connections is not None:
+            layers.append(self._streams(tokens))
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * (model.num_blocks / 2)
         return total([*layers, self.kernels.traffic(norms)])
 
@@ -128,10 +131,36 @@ class Shard:
     def _all_projections(self, tokens: Floats) -> Estimate:
         """Return the seconds of the products around attention in all layers."""
         model = self.model
+        if model.compressed is not None:
+            return self._compressed_projections(tokens, model.compressed)
         if model.window_heads is None:
             return self._projections(tokens, model) * model.num_attention_layers
         own = self._projections(tokens, model) * model.num_full_layers
         return own + self._projections(tokens, model.windowed) * model.num_windowed_layers
+
+    def _compressed_projections(self, tokens: Floats, compressed: CompressedAttention) -> Estimate:
+        """Return the seconds of the products around compressed attention in all layers, with those of compressors."""
+        model, degree, hidden = self.model, self.tensor_parallel, self.model.hidden_size
+        queries = model.num_heads * model.head_dim / degree
+        own = compressed.products(hidden, queries, compressed.output_groups / degree)
+        layer = total(self._linear(tokens, outer, inner) * count for inner, outer, count in own)
+        layer += self._linear(tokens, float(model.head_dim), float(hidden))
+        others = total(
+            self._linear(tokens, outer, inner) * count
+            for inner, outer, count in compressed.compressors(hidden, model.head_dim)
+        )
+        return layer * model.num_layers + others
+
+    def _streams(self, tokens: Floats) -> Estimate:
+        """Return the seconds to read, write and mix the residual streams of hyper-connections in all blocks.
+
+        A block reads all streams twice and writes them once. It also writes its input, and reads its output.
+        """
+        streams = self.model.hyper_connections
+        assert streams is not None
+        passes = 3 * streams.num_streams + 2
+        moved = self._width * passes * self.model.hidden_size * self.model.num_blocks
+        return self.kernels.traffic(tokens * moved)
 
     def _projections(self, tokens: Floats, model: ModelShape) -> Estimate:
         if model.latent is not None:
@@ -260,6 +289,8 @@ class Shard:
         """Return the seconds of attention in all layers; each rollout reads `contexts` cached tokens."""
         model = self.model
         found = []
+        if model.compressed is not None:
+            return self._compressed_decode(rollouts, contexts, model.compressed)
         if model.num_full_layers:
             found.append(self._decode_layer(rollouts, contexts, model) * model.num_full_layers)
         if model.num_windowed_layers:
@@ -271,6 +302,33 @@ class Shard:
             step = self._linear_attention("linear_decode", batches, model.linear)
             found.append(step * model.linear.num_layers)
         return total(found)
+
+    def _compressed_decode(
+        self, rollouts: int, contexts: Floats, compressed: CompressedAttention
+    ) -> Estimate:
+        """Return the seconds of attention to the window and to entries in all layers, and of the index.
+
+        A vector is key and value of all heads, as a latent vector is. So a layer takes as long as latent
+        attention over as many tokens.
+        """
+        window = np.minimum(contexts, float(self.model.sliding_window or 0))
+        sparse = np.minimum(
+            contexts / compressed.sparse_ratio, float(compressed.indexer.top_k or np.inf)
+        )
+        dense = contexts / compressed.dense_ratio
+        layers = (
+            (self.model.num_windowed_layers, 0 * contexts),
+            (compressed.num_sparse_layers, sparse),
+            (compressed.num_dense_layers, dense),
+        )
+        seconds = total(
+            self._latent_decode(rollouts, window + entries) * count
+            for count, entries in layers
+            if count
+        ).seconds
+        found = unmeasured(seconds, "attention to entries: as latent attention over as many tokens")
+        indexed = rollouts * contexts / compressed.sparse_ratio * compressed.indexer.cached_bytes
+        return found + self.kernels.traffic(indexed) * compressed.num_sparse_layers
 
     def _linear_attention(
         self, operator: str, columns: Floats, linear: LinearAttention
@@ -290,14 +348,9 @@ class Shard:
         return self._dense_decode_layer(rollouts, attended, model) + keys * self._indexed_share
 
     def _dense_decode_layer(self, rollouts: int, contexts: Floats, model: ModelShape) -> Estimate:
-        degree, kernels = self.tensor_parallel, self.kernels
+        kernels = self.kernels
         if model.latent is not None:
-            return kernels.cached_time(
-                "latent_decode_attention",
-                contexts,
-                heads=model.num_heads / degree * self.queries,
-                batch=rollouts,
-            )
+            return self._latent_decode(rollouts, contexts)
         heads, kv_heads = self._heads(model)
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
@@ -316,9 +369,18 @@ class Shard:
             batch=rollouts,
         )
 
+    def _latent_decode(self, rollouts: int, contexts: Floats) -> Estimate:
+        """Return the seconds of one layer in which all heads read the same vector of each token."""
+        heads = self.model.num_heads / self.tensor_parallel * self.queries
+        return self.kernels.cached_time(
+            "latent_decode_attention", contexts, heads=heads, batch=rollouts
+        )
+
     def prefill_attention(self, sequences: float, contexts: Floats) -> Estimate:
         """Return the seconds of causal attention in all layers over `sequences` prompts of `contexts` tokens each."""
         model, found = self.model, []
+        if model.compressed is not None:
+            return self._compressed_prefill(sequences, contexts, model.compressed)
         if model.num_full_layers:
             found.append(self._full_layer(sequences, contexts) * model.num_full_layers)
         if model.num_windowed_layers:
@@ -327,6 +389,25 @@ class Shard:
             pass_ = self._linear_attention("linear_prefill", sequences * contexts, model.linear)
             found.append(pass_ * model.linear.num_layers)
         return total(found)
+
+    def _compressed_prefill(
+        self, sequences: float, contexts: Floats, compressed: CompressedAttention
+    ) -> Estimate:
+        """Return the seconds of attention to the window and to entries in all layers, and of the index."""
+        model, index = self.model, compressed.indexer
+        window = self._windowed_layer(sequences, contexts) * model.num_layers
+        whole = self._prefill_layer(sequences, contexts, model)
+        heads = index.num_heads * index.head_dim / HEAD_DIM
+        scores = self.kernels.time(
+            "prefill_attention", contexts, heads=heads, kv_heads=1.0, batch=sequences
+        )
+        shares = compressed.causal_shares(contexts)
+        seconds = window.seconds + whole.seconds * (
+            compressed.num_sparse_layers * shares[0] + compressed.num_dense_layers * shares[1]
+        )
+        scored = scores.seconds * SCORES_SHARE / compressed.sparse_ratio
+        seconds += scored * compressed.num_sparse_layers
+        return unmeasured(seconds, "attention to entries: as causal attention with as many pairs")
 
     def _full_layer(self, sequences: float, contexts: Floats) -> Estimate:
         """Return the seconds of a layer without a window; sparse attention scores all pairs and attends to few."""

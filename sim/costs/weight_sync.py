@@ -88,6 +88,12 @@ def num_tensors(model: ModelShape) -> int:
     linear = sum(count for _, _, count in linear_layers(model))
     per_layer = model.num_blocks / model.num_layers + 3 * model.has_qkv_bias
     per_layer += 2 * model.has_qk_norm + 2 * (model.indexer is not None)
+    others = 0
+    if model.compressed is not None:  # norms of latent queries and of vectors, and sinks
+        per_layer += 3
+        others += 4 * model.compressed.num_sparse_layers + 2 * model.compressed.num_dense_layers
+    if model.hyper_connections is not None:
+        others += 3 * (model.num_blocks + 1)
     if model.latent is not None:
         per_layer += 1 if model.latent.q_lora_rank is None else 2
     per_router = 0 if model.experts is None else 1 + model.experts.has_router_bias
@@ -97,6 +103,7 @@ def num_tensors(model: ModelShape) -> int:
         + round(model.num_layers * per_layer)
         + model.num_expert_layers * per_router
         + tables
+        + others
         + 1  # the last norm
     )
 

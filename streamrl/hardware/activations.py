@@ -62,7 +62,8 @@ def layer_activations(model: ModelShape) -> LayerActivations:
     """Return a layer's activations as in Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1).
 
     There is no dropout here. A gated MLP of width 8h/3 has as many parameters as a plain MLP of width 4h.
-    With it, the sum is 32 bytes per channel in 16 bits. The paper's 34 bytes include two dropout masks.
+    With it, the sum is 32 bytes per channel in 16 bits. The paper's 34 bytes include two dropout masks. With
+    hyper-connections, the input of a block is all streams, and their sum is kept beside the norm's output.
     """
     hidden, num_layers = float(model.hidden_size), model.num_layers
     attention, expanded = _attention(model)
@@ -73,9 +74,10 @@ def layer_activations(model: ModelShape) -> LayerActivations:
         width += share * passed * experts.intermediate_size
         dispatched = share * experts.experts_per_token * model.expert_input_size
     blocks = model.num_blocks / num_layers
+    streams = model.hyper_connections.num_streams if model.hyper_connections else 1
     return LayerActivations(
-        inputs=blocks * hidden,
-        norms=blocks * hidden,
+        inputs=blocks * hidden * streams,
+        norms=blocks * hidden * (2 if streams > 1 else 1),
         attention=attention,
         expanded=expanded,
         dispatched=dispatched,
@@ -104,6 +106,9 @@ def _attention_layer(model: ModelShape) -> tuple[float, float]:
     if model.latent is not None:
         kept, expanded = _latent_attention(model.latent, model.num_heads)
         return kept + _index_channels(model), expanded
+    if model.compressed is not None:
+        queries = model.num_heads * model.head_dim
+        return model.compressed.kept_channels(queries, model.head_dim), 0.0
     gates = model.num_heads * model.head_dim * model.has_output_gate
     channels = model.head_dim + model.value_head_dim
     return float((model.num_heads + model.num_kv_heads) * channels + gates), 0.0

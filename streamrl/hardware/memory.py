@@ -103,12 +103,17 @@ def expert_buffer_bytes(
 def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
     """Return the shape of the draft model. The default is a module of the model: one layer with full attention.
 
-    Such a module for multi-token prediction also has a projection from two hidden sizes to one
-    (DeepSeek-V3, arXiv 2412.19437, section 2.2). It is not counted.
+    Next to layers that attend to compressed tokens, it attends to the window alone (DeepSeek-V4). Such a module
+    for multi-token prediction also has a projection from two hidden sizes to one (DeepSeek-V3, arXiv 2412.19437,
+    section 2.2). It is not counted.
     """
     if config.model is not None:
         return load_model(ModelConfig(name=config.model))
     experts = model.experts and replace(model.experts, num_dense_layers=0)
+    if model.compressed is not None:
+        return replace(
+            model, num_layers=1, num_window_layers=1, compressed=model.compressed.without_entries
+        )
     window = {"sliding_window": None, "num_window_layers": None, "window_heads": None}
     single = {"num_unmixed_layers": 0, "num_bare_layers": 0}
     indexer = model.indexer and replace(model.indexer, num_layers=None)

@@ -8,6 +8,8 @@
 | sliding window     | `sliding_window`, `use_sliding_window`, `attention_chunk_size`, `swa_*`                       |
 | latent attention   | `kv_lora_rank`, `q_lora_rank`, `qk_rope_head_dim`, `qk_nope_head_dim`, `v_head_dim`           |
 | sparse attention   | `index_n_heads`, `index_head_dim`, `index_topk`                                               |
+| compressed tokens  | `compress_ratios`, `compress_rates`, `o_groups`, `o_lora_rank`, with `index_*`                |
+| residual streams   | `hc_mult`                                                                                     |
 | linear attention   | `linear_*` (gated delta), `linear_attn_config` (Kimi), `mamba_*` and `ssm_state_size`         |
 | MLP                | `intermediate_size`, `intermediate_size_mlp`, `hidden_act`                                    |
 | experts            | `num_experts`, `n_routed_experts`, `num_local_experts`, `moe_intermediate_size`, ...          |
@@ -25,10 +27,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.hardware.compressed_attention import CompressedAttention, HyperConnections
 from streamrl.hardware.config_fields import Fields
+from streamrl.hardware.indexer import Indexer
 from streamrl.hardware.model_shape import (
     Experts,
-    Indexer,
     LatentAttention,
     LinearAttention,
     ModelShape,
@@ -67,6 +70,16 @@ LAYER_KINDS = {
     "indexed_attention": FULL,
 }
 """Kinds in `layer_types`."""
+SPARSE_ENTRIES, DENSE_ENTRIES = "sparse entries", "dense entries"
+ENTRY_TYPES = {
+    "sliding_attention": SLIDING,
+    "compressed_sparse_attention": SPARSE_ENTRIES,
+    "heavily_compressed_attention": DENSE_ENTRIES,
+}
+"""Kinds in `layer_types` of a model with compressed attention."""
+COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+ENTRY_RATIOS = {0: SLIDING, 4: SPARSE_ENTRIES, 128: DENSE_ENTRIES}
+"""Kinds by the tokens of an entry, in `compress_ratios`."""
 BLOCK_KINDS = {
     **{"M": LINEAR, "*": FULL, "-": DENSE, "E": MIXTURE},
     **{"mamba": LINEAR, "attention": FULL, "mlp": DENSE, "moe": MIXTURE},
@@ -138,12 +151,6 @@ def describe(shape: ModelShape) -> str:
 def _check_decoder(fields: Fields) -> None:
     if fields.value("is_encoder_decoder") is True:
         raise ValueError("is_encoder_decoder = true: only decoders are supported")
-    for key in ("compress_ratios", "compress_rates"):
-        if fields.has(key):
-            raise ValueError(
-                f"{key} is not understood: attention over compressed tokens (DeepSeek-V4) would be read as full "
-                "attention, with far too large a KV cache"
-            )
     if fields.flag("mlp_bias"):
         raise ValueError(
             f"mlp_bias = true is not known for {fields.table.get('model_type')}; MLPs without biases would be assumed"
@@ -152,7 +159,8 @@ def _check_decoder(fields: Fields) -> None:
 
 def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelShape:
     num_heads = fields.count("num_attention_heads")
-    latent = _latent(fields)
+    entries = _entries(fields)
+    latent = _latent(fields) if entries is None else None
     mixing = _mixing(fields, known)
     unmixed = sum((mixing.blocks or {}).values())
     num_layers = mixing.full + mixing.sliding + mixing.linear + unmixed
@@ -170,13 +178,14 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         num_kv_heads=own.num_kv_heads,
         head_dim=own.head_dim,
         values_dim=own.values_dim,
-        has_value_projection=not (fields.flag("attention_k_eq_v") and windowed is not None),
+        has_value_projection=entries is None
+        and not (fields.flag("attention_k_eq_v") and windowed is not None),
         window_heads=windowed,
         intermediate_size=_dense_width(fields, known, experts),
         vocab_size=fields.count("vocab_size"),
         has_qkv_bias=biases[0] and latent is None,
         has_output_bias=biases[1],
-        has_sinks=own.has_sinks,
+        has_sinks=own.has_sinks or entries is not None,
         has_output_gate=known.has_output_gate or fields.flag("attn_output_gate"),
         has_head_gates=_has_head_gates(fields, known),
         norms_per_layer=_norms_per_layer(fields, known),
@@ -186,7 +195,9 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         qk_norm_spans_heads=_qk_norm(fields, known) == "heads",
         experts=experts,
         latent=latent,
-        indexer=_indexer(fields, num_layers),
+        indexer=_indexer(fields, num_layers) if entries is None else None,
+        compressed=None if entries is None else _compressed(fields, entries),
+        hyper_connections=_hyper_connections(fields),
         linear=_linear(fields, mixing.linear),
         sliding_window=mixing.window,
         num_window_layers=_num_window_layers(fields, mixing, num_layers),
@@ -221,7 +232,7 @@ def _mixing(fields: Fields, known: ModelType) -> Mixing:
         return _of_one_kind(fields, known, total)
     sliding = counts.get(SLIDING, 0)
     fields.read.update(("sliding_window", "use_sliding_window", "max_window_layers"))
-    window = _window(fields, known) if sliding else None
+    window = _window(fields, known) if sliding or SPARSE_ENTRIES in counts else None
     return Mixing(counts.get(FULL, 0), sliding, counts.get(LINEAR, 0), window=window)
 
 
@@ -258,6 +269,8 @@ def _stated_kinds(fields: Fields, known: ModelType, total: int) -> dict[str, int
     fields.read.update(
         ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern")
     )
+    if (entries := _entries(fields)) is not None:
+        return {FULL: entries[SPARSE_ENTRIES] + entries[DENSE_ENTRIES], **entries}
     if isinstance(types, list):
         return _of_layer_types(types, total)
     if isinstance(linear, dict):
@@ -535,6 +548,71 @@ def _latent(fields: Fields) -> LatentAttention | None:
     )
 
 
+def _entries(fields: Fields) -> dict[str, int] | None:
+    """Return the layers by the entries that they attend to; None without compressed attention.
+
+    `compress_ratios` may also name the draft layers, after all others.
+
+    Raises:
+        ValueError: the kind of a layer is not known, or is not stated.
+    """
+    ratios, types = fields.words("compress_ratios"), fields.value("layer_types")
+    is_named = isinstance(types, list) and any(f"{each}".endswith(COMPRESSED) for each in types)
+    if ratios is None and not is_named and not fields.has("compress_rates"):
+        return None
+    total = fields.count("num_hidden_layers", "n_layer", "num_layers")
+    if isinstance(types, list):
+        kinds = _kinds(types, ENTRY_TYPES, "layer_types")
+    elif ratios is not None:
+        drafts = fields.count_or(0, "num_nextn_predict_layers")
+        named = ratios[:total] if len(ratios) == total + drafts else ratios
+        return _of_marks("compress_ratios", named, total, ENTRY_RATIOS)
+    else:
+        raise ValueError(
+            "compress_rates needs layer_types or compress_ratios, which name the kind of each layer"
+        )
+    if len(kinds) != total:
+        raise ValueError(f"layer_types must name {total} layers, got {len(kinds)}")
+    return {kind: kinds.count(kind) for kind in ENTRY_TYPES.values()}
+
+
+def _compressed(fields: Fields, entries: Mapping[str, int]) -> CompressedAttention:
+    """Return the attention of a model whose layers attend to a window and to entries."""
+    rates = fields.value("compress_rates")
+    rates = Fields(rates if isinstance(rates, dict) else {})
+    return CompressedAttention(
+        num_sparse_layers=entries[SPARSE_ENTRIES],
+        sparse_ratio=rates.count_or(4, "compressed_sparse_attention", least=1),
+        num_dense_layers=entries[DENSE_ENTRIES],
+        dense_ratio=rates.count_or(128, "heavily_compressed_attention", least=1),
+        q_lora_rank=fields.count("q_lora_rank"),
+        rope_head_dim=_rope_head_dim(fields),
+        output_groups=fields.count("o_groups"),
+        output_rank=fields.count("o_lora_rank"),
+        indexer=Indexer(
+            num_heads=fields.count("index_n_heads"),
+            head_dim=fields.count("index_head_dim"),
+            top_k=fields.count("index_topk"),
+        ),
+    )
+
+
+def _rope_head_dim(fields: Fields) -> int:
+    """Return the channels of a head with the position, stated as a number or as a share of the head."""
+    share = fields.value("partial_rotary_factor")
+    if fields.has("qk_rope_head_dim") or not isinstance(share, float):
+        return fields.count("qk_rope_head_dim")
+    return round(fields.count("head_dim") * share)
+
+
+def _hyper_connections(fields: Fields) -> HyperConnections | None:
+    """Return the residual streams of a model with hyper-connections; None for a plain residual connection."""
+    fields.read.update(("hc_sinkhorn_iters", "hc_eps", "num_hash_layers"))
+    if not fields.has("hc_mult"):
+        return None
+    return HyperConnections(num_streams=fields.count("hc_mult"))
+
+
 def _indexer(fields: Fields, num_layers: int) -> Indexer | None:
     if not fields.has("index_topk"):
         return None
@@ -772,7 +850,7 @@ def _num_dense_layers(fields: Fields, total: int) -> int:
     first = fields.count_or(0, "first_k_dense_replace", "moe_layer_start_index")
     fields.read.update(("moe_layer_freq", "interleave_moe_layer_step"))
     if (kinds := fields.words("mlp_layer_types")) is not None:
-        return len(_of_names("mlp_layer_types", kinds, total, ("dense", "sparse"), "dense"))
+        return len(_of_names("mlp_layer_types", kinds, total, BLOCKS, "dense"))
     if isinstance(fields.table.get("moe_layer_freq"), list):
         marks = fields.words("moe_layer_freq") or []
         return _of_marks("moe_layer_freq", marks, total, {0: DENSE, 1: MIXTURE})[DENSE]
@@ -802,6 +880,9 @@ def _of_names(
         )
     return [each for each in values if each == wanted]
 
+
+BLOCKS = ("dense", "sparse", "moe", "hash_moe")
+"""Kinds in `mlp_layer_types`. A router with a table of tokens (`hash_moe`) has as many parameters as any other."""
 
 # The rest -----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@
 | a sliding window         | `sliding_window`, `window_heads`  | keys and values of the window               |
 | latent attention         | `latent`                          | one latent vector of each token             |
 | sparse attention         | `indexer`, with `latent`          | the same, and an index key of each token    |
+| attention to entries     | `compressed`                      | the window, and an entry of several tokens  |
 | linear attention         | `linear`                          | one state of constant size for each rollout |
 | nothing                  | `num_unmixed_layers`              | nothing                                     |
 
@@ -24,6 +25,8 @@ from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
+from streamrl.hardware.compressed_attention import CompressedAttention, HyperConnections
+from streamrl.hardware.indexer import Indexer
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 
 MEASURED_STATE = 128 * 128
@@ -222,49 +225,6 @@ class WindowHeads(ProfileTable, frozen=True, kw_only=True):
         check_positive(self)
 
 
-INDEX_KEY_SCALE_BYTES = 4
-"""Bytes of the scale of an index key. Engines keep these keys in fp8, whatever the format of the KV cache is (vLLM's
-DeepseekV32IndexerCache)."""
-
-
-class Indexer(ProfileTable, frozen=True, kw_only=True):
-    """The indexer of sparse attention: it chooses the tokens that a token attends to (DeepSeek-V3.2-Exp, section 2.1)."""
-
-    num_heads: int
-    head_dim: int
-    top_k: int | None
-    """Tokens that a token attends to; None if no sequence is longer."""
-    num_layers: int | None = None
-    """Number of layers with an indexer of their own; None for all. The others use the tokens of one before them."""
-
-    def share(self, num_layers: int) -> float:
-        """Return the share of `num_layers` layers that have an indexer of their own."""
-        return 1.0 if self.num_layers is None else self.num_layers / num_layers
-
-    def __post_init__(self) -> None:
-        check_positive(self)
-
-    def products(self, hidden_size: int, q_lora_rank: int) -> tuple[tuple[int, int], ...]:
-        """Return (outputs, inputs) of its matrix products: queries, the key of a token, weights of heads."""
-        queries = self.num_heads * self.head_dim
-        return ((queries, q_lora_rank), (self.head_dim, hidden_size), (self.num_heads, hidden_size))
-
-    def parameters(self, hidden_size: int, q_lora_rank: int) -> int:
-        """Return the parameters in one layer, with weight and bias of the key's norm. Every GPU has all of them."""
-        products = self.products(hidden_size, q_lora_rank)
-        return sum(outer * inner for outer, inner in products) + 2 * self.head_dim
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of one token's index key in one layer."""
-        return self.head_dim + INDEX_KEY_SCALE_BYTES
-
-    @property
-    def pair_flops(self) -> float:
-        """FLOPs of the score of one pair of tokens in one layer."""
-        return 2.0 * self.num_heads * self.head_dim
-
-
 class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     """The shape of a decoder-only transformer: MLPs or experts, RMS norms, one output head."""
 
@@ -314,6 +274,10 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     num_bare_layers: int = 0
     """Number of layers without MLP or experts (attention and Mamba-2 of Nemotron-H)."""
     indexer: Indexer | None = None
+    compressed: CompressedAttention | None = None
+    """Attention to entries that compress tokens. All layers have the sliding window; those without entries count as
+    `num_window_layers`, and those with entries as layers with full attention."""
+    hyper_connections: HyperConnections | None = None
     has_head_gates: bool = False
     """Whether the output of attention has one gate for each head (Laguna)."""
     num_vision_parameters: int = 0
@@ -339,6 +303,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             )
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.compressed is not None:
+            self._check_compressed(self.compressed)
         self._check_parts()
 
     def _check_parts(self) -> None:
@@ -370,6 +336,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             return False
         if self.window_heads is not None and not self.windowed.splits_over(degree):
             return False
+        if self.compressed is not None and self.compressed.output_groups % degree:
+            return False
         return self.num_heads % degree == 0 and splits_caches
 
     def _check_latent(self, latent: LatentAttention) -> None:
@@ -380,6 +348,23 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             raise ValueError(
                 "with latent attention num_kv_heads, head_dim, has_qkv_bias and has_qk_norm must be "
                 f"{expected}, got {stated}"
+            )
+
+    def _check_compressed(self, compressed: CompressedAttention) -> None:
+        """Check the fields that follow from compressed attention: one vector is key and value of all heads."""
+        if self.num_kv_heads != 1 or self.has_value_projection or self.sliding_window is None:
+            raise ValueError(
+                "with compressed attention num_kv_heads must be 1, has_value_projection false, and sliding_window "
+                f"given, got {self.num_kv_heads}, {self.has_value_projection} and {self.sliding_window}"
+            )
+        if compressed.num_layers != self.num_full_layers:
+            raise ValueError(
+                "compressed.num_sparse_layers and num_dense_layers must be the layers without num_window_layers, "
+                f"{self.num_full_layers}, got {compressed.num_layers}"
+            )
+        if self.num_heads % compressed.output_groups:
+            raise ValueError(
+                f"compressed.output_groups must divide num_heads {self.num_heads}, got {compressed.output_groups}"
             )
 
     @property
@@ -480,6 +465,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
 
         A window stays if its layers have other heads than the rest, because it tells which layers these are.
         """
+        if self.compressed is not None:
+            return replace(self, compressed=self.compressed.seen_by(longest))
         model = self
         if self.indexer is not None and self.indexer.top_k and longest <= self.indexer.top_k:
             model = replace(self, indexer=replace(self.indexer, top_k=None))
@@ -496,6 +483,10 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         num_heads = self.num_heads / tensor_parallel
         if self.latent is not None:
             return self.latent.parameters(self.hidden_size, num_heads)
+        if self.compressed is not None:
+            return self.compressed.parameters(
+                self.hidden_size, self.head_dim, num_heads, tensor_parallel
+            )
         queries, outputs = num_heads * self.head_dim, num_heads * self.value_head_dim
         kv_heads = max(1.0, self.num_kv_heads / tensor_parallel)
         keys_values = kv_heads * (self.head_dim + self.value_head_dim * self.has_value_projection)
@@ -517,10 +508,28 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         if self.indexer is not None and self.latent is not None:
             indexed = self.indexer.parameters(self.hidden_size, self.latent.q_lora_rank or 0)
             own += indexed * self.indexer.share(self.num_attention_layers)
+        if self.compressed is not None:
+            return self.num_attention_layers * own + self.compressor_parameters
         if self.window_heads is None:
             return self.num_attention_layers * own
         windowed = self.windowed.attention_parameters(tensor_parallel)
         return self.num_full_layers * own + self.num_windowed_layers * windowed
+
+    @property
+    def compressor_parameters(self) -> int:
+        """Parameters of compressors and of the index in all layers."""
+        if self.compressed is None:
+            return 0
+        own = self.compressed
+        sparse, dense = own.compressor_parameters(self.hidden_size, self.head_dim)
+        return own.num_sparse_layers * sparse + own.num_dense_layers * dense
+
+    @property
+    def hyper_parameters(self) -> int:
+        """Parameters of hyper-connections in all blocks and in the head."""
+        if self.hyper_connections is None:
+            return 0
+        return self.hyper_connections.parameters(self.hidden_size, self.num_blocks)
 
     @property
     def num_mlp_products(self) -> int:
@@ -609,6 +618,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             linear = self.linear.parameters(self.hidden_size, tensor_parallel)
         return (
             norms
+            + self.hyper_parameters
             + num_tables * self.num_embedding_parameters / tensor_parallel
             + self.mixing_parameters(tensor_parallel)
             + self.num_linear_layers * linear
@@ -657,8 +667,15 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     def shard_kv_bytes_per_token(self, dtype: str, tensor_parallel: int) -> float:
         """Return the KV cache bytes of one token on each of `tensor_parallel` GPUs, in layers whose cache grows.
 
-        With more GPUs than key-value heads, each GPU has one head. Every GPU has the whole latent vector.
+        With more GPUs than key-value heads, each GPU has one head. Every GPU has the whole latent vector, and all
+        entries of compressed attention.
         """
+        if self.compressed is not None:
+            sparse, dense = self.compressed.token_bytes(self.head_dim, BYTES[dtype])
+            return (
+                self.compressed.num_sparse_layers * sparse
+                + self.compressed.num_dense_layers * dense
+            )
         model = self if self.num_full_layers else self.windowed
         cached = self.num_growing_layers * model._cached_values(tensor_parallel) * BYTES[dtype]
         return cached + self.num_growing_layers * self._index_bytes
@@ -672,6 +689,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
 
     def shard_state_bytes(self, dtype: str, tensor_parallel: int) -> float:
         """Return the bytes of a rollout on each of `tensor_parallel` GPUs that do not grow: windows and linear states."""
+        if self.compressed is not None:
+            return self._compressed_state_bytes(self.compressed, dtype)
         windowed = self.num_windowed_layers if self.num_full_layers else 0
         cached = self.windowed._cached_values(tensor_parallel)
         window = (self.sliding_window or 0) * cached * BYTES[dtype]
@@ -680,6 +699,13 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             width = max(2, BYTES[dtype])
             states = self.linear.num_layers * self.linear.state_bytes(width, tensor_parallel)
         return windowed * window + states
+
+    def _compressed_state_bytes(self, compressed: CompressedAttention, dtype: str) -> float:
+        """Return the bytes of the window in all layers, and of the compressors."""
+        vectors = (self.sliding_window or 0) * compressed.vector_bytes(self.head_dim, BYTES[dtype])
+        sparse, dense = compressed.state_bytes(self.head_dim)
+        states = compressed.num_sparse_layers * sparse + compressed.num_dense_layers * dense
+        return float(self.num_layers * vectors + states)
 
     def _cached_values(self, tensor_parallel: int) -> float:
         """Return the number of values of one token in the KV cache of one layer on one GPU."""
@@ -695,7 +721,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         expanded keys and values, as in prefill and training. Decoding on latent vectors would take
         2 (2 `kv_lora_rank` + `rope_head_dim`) for each pair and head. In layers with a window, every token
         is assumed to have a full window. Sparse attention counts the score of every pair, and at most `top_k`
-        pairs for each token. Linear attention counts its reads and changes of the states.
+        pairs for each token. Compressed attention counts a full window, the entries, and the scores of the index.
+        Linear attention counts its reads and changes of the states.
 
         Args:
             num_tokens: tokens of the pass.
@@ -713,7 +740,19 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         most = self.max_attended
         pairs = context_pairs if most is None else min(context_pairs, most * num_tokens)
         attended = self.num_full_layers * of_pair * pairs + self.num_full_layers * scored
+        if self.compressed is not None:
+            of_token += self.num_full_layers * of_pair * (self.sliding_window or 0)
+            attended = self._compressed_flops(self.compressed, num_tokens, context_pairs)
         return of_token * num_tokens + attended
+
+    def _compressed_flops(
+        self, compressed: CompressedAttention, num_tokens: float, context_pairs: float
+    ) -> float:
+        """Return the FLOPs of attention to entries and of the index in all layers."""
+        sparse, dense = compressed.pairs(num_tokens, context_pairs)
+        entries = compressed.num_sparse_layers * sparse + compressed.num_dense_layers * dense
+        scores = compressed.num_sparse_layers * compressed.score_flops(context_pairs)
+        return self._pair_flops * entries + scores
 
     @property
     def _pair_flops(self) -> float:
@@ -762,6 +801,15 @@ def _layers(model: ModelShape, num_experts: int) -> Iterator[tuple[int, int, int
 def _mixing(model: ModelShape) -> Iterator[tuple[int, int, int]]:
     """Yield the linear layers of attention and of linear attention."""
     others = 0 if model.window_heads is None else model.num_windowed_layers
+    if model.compressed is not None:
+        own, queries = model.compressed, model.num_heads * model.head_dim
+        for inputs, outputs, count in own.products(model.hidden_size, queries, own.output_groups):
+            yield int(inputs), int(outputs), int(count) * model.num_layers
+        yield model.hidden_size, model.head_dim, model.num_layers
+        yield from (
+            (int(i), int(o), n) for i, o, n in own.compressors(model.hidden_size, model.head_dim)
+        )
+        return
     for inner, outer in _attention(model):
         yield inner, outer, model.num_attention_layers - others
     if others:

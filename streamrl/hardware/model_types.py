@@ -130,6 +130,11 @@ MODEL_TYPES: dict[str, ModelType] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v2": replace(_DEEPSEEK, has_router_bias=False),
     "deepseek_v32": replace(_DEEPSEEK, required=(*_DEEPSEEK.required, "index_topk")),
+    "deepseek_v4": ModelType(
+        required=("compress_ratios|layer_types", "n_routed_experts|num_local_experts", "hc_mult"),
+        has_router_bias=True,
+        unread=frozenset({"expert_dtype"}),
+    ),
     "kimi_k2": _DEEPSEEK,
     "kimi_linear": ModelType(has_router_bias=True, unread=frozenset({"head_dim", "mla_use_nope"})),
     "glm_moe_dsa": replace(_DEEPSEEK, required=(*_DEEPSEEK.required, "index_topk")),

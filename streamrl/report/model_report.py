@@ -11,7 +11,7 @@ from rich.text import Text
 
 from streamrl.hardware.checkpoint_format import checkpoint_bytes
 from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
-from streamrl.hardware.model_shape import ModelShape
+from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 
@@ -120,7 +120,8 @@ def _description(found: ModelDirectory, kv_dtype: str, context: int) -> ModelDes
 
 def layer_kinds(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
     """Yield the kinds of layers of a model: what mixes tokens, then MLPs and experts, then the rest."""
-    parts = [*_mixing(model, kv_dtype), *_mlps(model)]
+    mixing = _mixing if model.compressed is None else _compressed
+    parts = [*mixing(model, kv_dtype), *_mlps(model), *_streams(model)]
     yield from parts
     tables = model.num_embedding_parameters * (1 if model.has_tied_embeddings else 2)
     text = "embedding, also the output head" if model.has_tied_embeddings else "embedding and head"
@@ -163,6 +164,62 @@ def _mixing(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
             num_layers=linear.num_layers,
             parameters=round(linear.parameters(model.hidden_size)) * linear.num_layers,
             bytes_per_rollout=round(linear.state_bytes(width)) * linear.num_layers,
+        )
+
+
+def _compressed(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
+    """Yield the layers of a model that attends to a window and to entries; the windows of the latter are a row apart."""
+    own = model.compressed
+    assert own is not None
+    width, window, index = BYTES[kv_dtype], model.sliding_window or 0, own.indexer
+    attention, vector = round(model.attention_parameters()), own.vector_bytes(model.head_dim, width)
+    heads = f"{model.num_heads} heads, one vector of {model.head_dim}"
+    if model.num_windowed_layers:
+        yield LayerKind(
+            kind=f"sliding window of {window:,}: {heads}",
+            num_layers=model.num_windowed_layers,
+            parameters=attention * model.num_windowed_layers,
+            bytes_per_token=vector * model.num_windowed_layers,
+            kept_tokens=window,
+        )
+    texts = (
+        f"compressed sparse: {heads}, {index.top_k or 0:,} entries of {own.sparse_ratio} tokens by an index of "
+        f"{index.num_heads} heads",
+        f"compressed: {heads}, all entries of {own.dense_ratio} tokens",
+    )
+    columns = (
+        own.compressor_parameters(model.hidden_size, model.head_dim),
+        own.token_bytes(model.head_dim, width),
+        own.state_bytes(model.head_dim),
+    )
+    counts = own.num_sparse_layers, own.num_dense_layers
+    for text, count, parameters, grown, states in zip(texts, counts, *columns, strict=True):
+        if count:
+            yield LayerKind(
+                kind=text,
+                num_layers=count,
+                parameters=(attention + parameters) * count,
+                bytes_per_token=round(grown * count),
+                bytes_per_rollout=states * count,
+            )
+    if own.num_layers:
+        yield LayerKind(
+            kind=f"the same layers' sliding window of {window:,}",
+            num_layers=0,
+            parameters=0,
+            bytes_per_token=vector * own.num_layers,
+            kept_tokens=window,
+        )
+
+
+def _streams(model: ModelShape) -> Iterator[LayerKind]:
+    """Yield the hyper-connections of all blocks."""
+    if model.hyper_connections is not None:
+        streams = model.hyper_connections.num_streams
+        yield LayerKind(
+            kind=f"hyper-connections of {streams} residual streams",
+            num_layers=0,
+            parameters=model.hyper_parameters,
         )
 
 
@@ -236,7 +293,7 @@ def model_table(model: ModelDescription) -> Table:
         table.add_row(
             kind.kind,
             f"{kind.num_layers}" if kind.num_layers else "",
-            _billions(kind.parameters),
+            _billions(kind.parameters) if kind.parameters else "",
             f"{kind.bytes_per_token:,}" if kind.bytes_per_token else "",
             f"{kind.kept_tokens:,}" if kind.kept_tokens else "",
             f"{kind.bytes_per_rollout:,}" if kind.bytes_per_rollout else "",

@@ -58,6 +58,7 @@ import numpy as np
 from msgspec import Struct
 
 from streamrl.hardware.activations import context_channels, layer_activations
+from streamrl.hardware.compressed_attention import CompressedAttention
 from streamrl.hardware.model_shape import LinearAttention, ModelShape, passed_layers
 from streamrl.hardware.operator_tables import HEAD_DIM, Floats
 from streamrl.sim.costs.kernels import Kernels
@@ -289,6 +290,8 @@ class Layer(Struct, frozen=True, kw_only=True):
     def _attention_projections(self, model: ModelShape) -> Pass:
         degree = self.ranks.trainer.tensor_parallel
         hidden, heads = float(model.hidden_size), model.num_heads / degree
+        if model.compressed is not None:
+            return self._compressed_projections(model.compressed)
         if model.latent is None:
             kv_heads = max(1.0, model.num_kv_heads / degree)
             widths = model.head_dim + model.value_head_dim * model.has_value_projection
@@ -312,6 +315,19 @@ class Layer(Struct, frozen=True, kw_only=True):
                 found += self._product(columns, inputs) * share
         query = self._product(queries, latent.q_lora_rank)
         return found + self._product(latent.q_lora_rank, hidden) + query
+
+    def _compressed_projections(self, compressed: CompressedAttention) -> Pass:
+        """Return a mean layer's products around compressed attention, with compressors and the index on every rank."""
+        model, degree = self.ranks.model, self.ranks.trainer.tensor_parallel
+        hidden, queries = model.hidden_size, model.num_heads * model.head_dim / degree
+        found = self._product(model.head_dim, hidden)
+        for inner, outer, count in compressed.products(
+            hidden, queries, compressed.output_groups / degree
+        ):
+            found += self._product(outer, inner) * count
+        for inner, outer, count in compressed.compressors(hidden, model.head_dim):
+            found += self._product(outer, inner) * (count / model.num_layers)
+        return found
 
     def _mlp(self, size: float) -> Pass:
         width, hidden = size / self.ranks.trainer.tensor_parallel, self.ranks.model.hidden_size
@@ -354,12 +370,32 @@ class Layer(Struct, frozen=True, kw_only=True):
     def _seen(self, split: int) -> Pass:
         """Return a mean layer's attention over full and windowed layers; every token counts with its full window."""
         model = self.ranks.model
+        if model.compressed is not None:
+            return self._compressed(model.compressed, split)
         found = self._full(split) * (model.num_full_layers / model.num_layers)
         if model.num_windowed_layers:
             line = self._line(model.windowed, split)
             window = line.per_token + line.per_pair * (model.sliding_window or 0)
             found += Pass(per_token=window) * (model.num_windowed_layers / model.num_layers)
         return found
+
+    def _compressed(self, compressed: CompressedAttention, split: int) -> Pass:
+        """Return a mean layer's attention to the window and to entries, and the scores of the index."""
+        ranks, model, index = self.ranks, self.ranks.model, compressed.indexer
+        line = self._line(model, split)
+        window = line.per_token + line.per_pair * (model.sliding_window or 0)
+        found = Pass(per_token=window)
+        sparse = compressed.num_sparse_layers / model.num_layers
+        if index.top_k is None:
+            chosen = Pass(per_pair=line.per_pair / compressed.sparse_ratio)
+        else:
+            chosen = Pass(per_token=line.per_pair * index.top_k)
+        found += chosen * sparse
+        dense = compressed.num_dense_layers / model.num_layers / compressed.dense_ratio
+        found += Pass(per_pair=line.per_pair) * dense
+        heads = index.num_heads * index.head_dim / HEAD_DIM
+        scores = _attention_line(ranks.gpu_name, ranks.dtype, heads, 1.0)
+        return found + scores * (SCORES_SHARE * sparse / compressed.sparse_ratio)
 
     def _full(self, split: int) -> Pass:
         """Return a layer without a window; sparse attention scores all pairs, and every token attends to `top_k`."""

@@ -275,6 +275,8 @@ def _unseen(trainer: TrainerHardware) -> str | None:
     model = trainer.longest_model
     if trainer.adapter_rank is not None:
         return "adapters: products for gradients of weights left out, theirs added; no training with them was measured"
+    if model.compressed is not None:
+        return "attention to compressed tokens: pairs with entries and scores counted, no training was measured"
     if model.indexer is not None:
         return "sparse attention: attention kernels for chosen pairs and scores, no training was measured"
     if model.num_unmixed_layers or not model.has_gated_mlp:
