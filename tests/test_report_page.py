@@ -760,3 +760,13 @@ def test_a_chart_has_lines_at_the_limits_and_marks_the_plans_beyond() -> None:
     lines = [shape for shape in picture.drawing.shapes if shape.css == "limit"]
     assert kinds.count("dot beyond") == 1 and len(lines) == 2
     assert not any(shape.css == "limit" for shape in cost_time_picture("c", points).drawing.shapes)
+
+
+def test_replicas_and_their_degree_are_explained_where_a_plan_has_them_first(
+    tmp_path: Path,
+) -> None:
+    directory = write_planned(tmp_path / "plan")
+    html = render_html(make_page(read_report([directory])))
+    (word,) = set(re.findall(r"<dt>(\d+ x TP\d+)</dt>", html))
+    text = read_plan(directory / "plan.json").allocation.text
+    assert word in text and "copies of the model that generate, times the GPUs" in html

@@ -123,11 +123,13 @@ def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     able, other = verdict_lines(verdicts)
     assert able == "can be run by: execute (vllm, deepspeed, ray), openrlhf"
     assert "verl, trl (policies.system=one-step-async)" in other
-    execute, export = next_lines(plan_of(verdicts), Path("plans/plan.toml"))
+    execute, replaced, export = next_lines(plan_of(verdicts), Path("plans/plan.toml"))
     assert execute.startswith("next: streamrl execute plans/plan.toml --set rollout.backend=vllm")
     assert execute.endswith(
         "--set model.path=DIR --set workload.prompts=FILE --set verifier.scorer=NAME"
     )
+    words = "DIR by the directory of your model, FILE by your prompts and NAME by your scorer"
+    assert replaced.strip() == f"Replace {words}."
     assert export == (
         "or:   streamrl export plans/plan.toml --framework openrlhf -o plans/openrlhf.sh"
     )

@@ -238,6 +238,8 @@ def test_every_command_of_a_page_is_for_the_folder_of_the_first_command(
     assert "streamrl simulate plans/mine/plan.toml -o plans/mine" in commands
     for command in commands:
         parse(shlex.split(command)[1:])
+    (measuring, *_) = (step for step in page.steps if step.command.startswith("streamrl profile"))
+    assert measuring.text.endswith(" Replace MODELDIR by the directory of your model.")
 
 
 def test_a_plan_that_was_moved_has_commands_for_its_present_place(

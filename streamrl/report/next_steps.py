@@ -15,6 +15,21 @@ from streamrl.targets.verdicts import Verdict
 
 PLACEHOLDERS = {"model.path": "DIR", "workload.prompts": "FILE", "verifier.scorer": "NAME"}
 """What stands for a value that a run file must have to be executed."""
+STANDS_FOR = {
+    "DIR": "the directory of your model",
+    "FILE": "your prompts",
+    "NAME": "your scorer",
+    "MODELDIR": "the directory of your model",
+    "RUN.toml": "your run file",
+}
+"""Meanings of the words that a reader replaces in a command."""
+
+
+def placeholders_text(command: str) -> str:
+    """Return which words of a command to replace, and by what; empty if there are none."""
+    words = dict.fromkeys(word.rpartition("=")[2] for word in shlex.split(command))
+    told = [f"{word} by {STANDS_FOR[word]}" for word in words if word in STANDS_FOR]
+    return f"Replace {listing(told)}." if told else ""
 
 
 def runners_text(plan: Plan) -> str:
@@ -65,6 +80,8 @@ def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
     """Yield the commands that start a plan, one per line, for the targets that can run it."""
     for place, command in enumerate(start_commands(plan, plan_file)):
         yield f"{'or:  ' if place else 'next:'} {command}"
+        if replaced := placeholders_text(command):
+            yield f"      {replaced}"
     if own := _without_script(plan):
         yield f"next: set the options of {own} as {plan_file} has them; no launch script is written for {own}"
     if not any(each.can_run for each in plan.carried_by):

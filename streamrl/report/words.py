@@ -82,6 +82,7 @@ EXPLAINED = {
 }
 """Meanings of words, by the pattern of the word."""
 PAGE_WORDS = {
+    r"\d+ x TP\d+": "replicas, which are copies of the model that generate, times the GPUs that share each layer of one (tensor parallel)",
     "[Bb]ands?": EXPLAINED["band"],
     "[Pp]ools?": "GPUs of one kind in one place",
     "(?:optimizer |training )?[Ss]teps?": "updates of the weights, each from a batch of rollouts",

@@ -10,7 +10,12 @@ from pathlib import Path
 from streamrl.record.band import Band
 from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
-from streamrl.report.next_steps import differing, runners_text, start_commands
+from streamrl.report.next_steps import (
+    differing,
+    placeholders_text,
+    runners_text,
+    start_commands,
+)
 from streamrl.report.page.answer import Tile
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.comparison import why
@@ -124,7 +129,7 @@ def _end_tile(seconds: float, band: Band, today: date) -> Tile:
         return f"{day}, {at:%H:%M}" if is_near else day
 
     first, last = end(band.low), end(band.high)
-    note = f"assumes a start at the midnight after this page was made: {day_text(start.date(), has_year=False)}, 00:00"
+    note = f"assumes a start at the next midnight, {day_text(start.date(), has_year=False)}, 00:00"
     if first != last:
         note += f"; band {first} to {last}"
     is_other_year = (start + timedelta(seconds=seconds)).year != today.year
@@ -151,7 +156,13 @@ def rental_section(made: PlanMade) -> PageSection:
 
 
 def next_steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
-    """Yield what to do after reading a plan, with commands."""
+    """Yield what to do after reading a plan, with commands, and the words of each that the reader replaces."""
+    for step in _steps(made, option):
+        replaced = placeholders_text(step.command)
+        yield NextStep(text=f"{step.text} {replaced}".rstrip(), command=step.command)
+
+
+def _steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
     directory = Path(directory_of(made))
     plan_file = directory / PLAN_TOML
     if made.plan.taken != 1:
