@@ -138,7 +138,8 @@ def test_a_plan_for_execute_is_written_as_execute_takes_it(tmp_path: Path) -> No
         assert by_name["execute"]["can_run"] and by_name["execute"]["settings"] == {}
         assert option["choice"]["settings"]["rollout.backend"] == "vllm"
     assert found["carried_by"] == found["options"][0]["carried_by"]
-    assert "run.toml --for execute`:" in (tmp_path / "plan" / "plan.toml").read_text()
+    command = f"streamrl plan {path} --for execute -o {tmp_path / 'plan'}`:"
+    assert command in (tmp_path / "plan" / "plan.toml").read_text()
     *_, command = (line for line in done.stdout.splitlines() if line.startswith("next:"))
     assert command.startswith(
         f"next: streamrl execute {tmp_path / 'plan' / 'plan.toml'} --set model"
