@@ -25,6 +25,8 @@ SCORES_SHARE = 0.5
 """Share of attention's products that an indexer computes: scores of queries and keys, but no values."""
 WINDOWED = "layers with a window"
 """What the seconds of sliding-window attention are said to be for."""
+ENTRIES = "attention to compressed tokens"
+"""Name of these seconds where a band says what is not measured."""
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: the smallest context in its tables."""
 NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
@@ -326,7 +328,9 @@ class Shard:
             for count, entries in layers
             if count
         ).seconds
-        found = unmeasured(seconds, "attention to entries: as latent attention over as many tokens")
+        found = unmeasured(
+            seconds, "attention to entries: as latent attention over as many tokens", ENTRIES
+        )
         indexed = rollouts * contexts / compressed.sparse_ratio * compressed.indexer.cached_bytes
         return found + self.kernels.traffic(indexed) * compressed.num_sparse_layers
 
@@ -407,7 +411,9 @@ class Shard:
         )
         scored = scores.seconds * SCORES_SHARE / compressed.sparse_ratio
         seconds += scored * compressed.num_sparse_layers
-        return unmeasured(seconds, "attention to entries: as causal attention with as many pairs")
+        return unmeasured(
+            seconds, "attention to entries: as causal attention with as many pairs", ENTRIES
+        )
 
     def _full_layer(self, sequences: float, contexts: Floats) -> Estimate:
         """Return the seconds of a layer without a window; sparse attention scores all pairs and attends to few."""
