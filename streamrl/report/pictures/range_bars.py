@@ -245,7 +245,7 @@ def _draw_swing(
 ) -> None:
     """Draw both bars with their changes at the outer ends. Bars in one direction overlap; no change draws no bar."""
     if swing.width < LEAST:
-        told = "no change" if swing.is_used else "no change: the plan uses none of it"
+        told = "no change" if swing.is_used else "no change: unused"
         drawing.text(across(0.0) + 8, y + 14, told, "muted small")
         return
     found = [(v, w) for v, w in ((swing.less, "less"), (swing.more, "more")) if v is not None]
