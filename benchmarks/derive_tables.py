@@ -6,14 +6,16 @@ DATA has `infersim/` (bench_data of alibaba/InferSim) and `aiconfigurator/` (tab
 aiconfigurator, one folder per GPU). The script keeps 16-bit and fp8 rows with shapes of decoder-only
 models, with four digits. It keeps regular batch sizes, because inference servers pad to them. Some
 rows of the wheel may be missing in such an export. If a folder has them, they are kept too:
-quantisation, fp8 experts, and decode attention over an fp8 cache. Their files are `quantize_*`,
-`moe_fp8_*`, `moe_int4_*` and `generation_attention_fp8_*`. They have the columns of the wheel's
+quantisation, int4 experts, and decode attention over an fp8 cache. Their files are `quantize_*`,
+`moe_int4_*` and `generation_attention_fp8_*`. They have the columns of the wheel's
 parquet files, 128-wide heads and no window.
 
     python benchmarks/derive_tables.py --wheel SYSTEMS
 
 SYSTEMS is `aiconfigurator_core/systems` of the unpacked wheel aiconfigurator-core 0.12.0. From it the
-script derives the GPUs of `WHEEL` with the same filters.
+script derives the GPUs of `WHEEL` with the same filters, and the kernels of each inference engine
+(`ENGINES`) for those GPUs, H100 and H200. Products in 16 bits are the same library in all engines
+(the median ratio of two engines is 1.00 to 1.03), so there is one table of them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ GEMM_ROWS = {
     *(1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 768),
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 8192, 16384, 32768),
 }
-MOE_TOKENS = {2**i for i in range(18)} | {48, 80, 96, 160, 192, 384, 768, 1536, 3072}
+MOE_TOKENS = {2**i for i in range(20)} | {48, 80, 96, 160, 192, 384, 768, 1536, 3072}
 SHORTEST_CONTEXT = 512
 """Tokens. Below this context, decode attention takes the time of its launch, which differs by half
 between kernels.
@@ -58,11 +60,6 @@ too. Only rows of one GPU with all experts, or of tensor ranks, are used. With e
 collector also requested experts of other GPUs, and computed their rows as if the experts were
 local. So 8 ranks take as long as one at 8,192 tokens. With 0.5.14, which skips them, they take a
 sixth.
-"""
-TRITON_EXPERTS = "0.19.0"
-"""Version of vLLM whose grouped fp8 experts (one scale per block of 128 by 128) were measured with
-Triton kernels. It has them at every degree of expert parallelism, on H200 only. Later versions use
-FlashInfer, which 0.11 does not.
 """
 NCCL = {"h100": "2.29.2", "h200": "2.29.2", "a100": "2.27.3"}
 DEVICES = {
@@ -100,6 +97,27 @@ LEAST_FP8_ROWS = 2
 WITHOUT_CACHED = f"{CORE['source']}, without cells that beat the datasheet"
 SGLANG_OF_WHEEL = "0.5.14"
 """Version of SGLang whose latent attention is read, alone and not with the products around it."""
+BLOCKS_OF_WHEEL = "sglang"
+"""Engine whose products in fp8 with a scale for each block of 128 by 128 are read (DeepGEMM), for all
+engines. vLLM's own table has 3 to 14 times the seconds of one scale a tensor, TensorRT-LLM's has SGLang's.
+"""
+SKEWED = "power_law_1.01"
+"""Shares of tokens over experts in the wheel's tables of narrow formats, if every GPU has slices of all
+experts. With even shares, versions of one kernel differ by up to 1.7 at 16 to 128 tokens (Triton in fp8 on
+H200). With these, they differ by 5 %. GPUs with whole experts keep even shares, because the model adds the
+tokens of the fullest GPU.
+"""
+WIDE = "0.5.10"
+"""Version of SGLang whose experts after DeepEP's dispatch were measured."""
+MXFP4 = {"hopper": "w4a16_mxfp4", "blackwell": "w4a8_mxfp4_mxfp8"}
+"""Experts of gpt-oss: weights alone in mxfp4, or with mxfp8 inputs, which Blackwell multiplies."""
+ENGINES = {"sglang": SGLANG_OF_WHEEL, "trtllm": TRTLLM}
+"""Engines whose all-reduces are read. vLLM's on Blackwell are TensorRT-LLM's, by FlashInfer."""
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
+LONGEST_COMPARED = 4096
+"""Tokens of context up to which a module of latent attention is compared with its attention."""
+BOTH = {"h100": "h100_sxm", "h200": "h200_sxm"}
+"""Folders of the wheel of GPUs whose other tables come from `aiconfigurator/`."""
 HEAD_DIM = 128
 """Width of the heads of all attention tables."""
 GATED_HEADS = 32
@@ -130,8 +148,12 @@ MLA_HEADS = 128
 def main() -> None:
     """Write every table."""
     if sys.argv[1] == "--wheel":
+        data = Path(sys.argv[2]) / "data"
         for gpu, source in WHEEL.items():
-            _of_wheel(Path(sys.argv[2]) / "data" / source.folder, gpu, source)
+            _of_wheel(data / source.folder, gpu, source)
+        for gpu in (*BOTH, *BLACKWELL):
+            folder = data / (BOTH.get(gpu) or WHEEL[gpu].folder)
+            _shared(folder, gpu)
         return
     data = Path(sys.argv[1])
     core, infersim = data / "aiconfigurator", data / "infersim"
@@ -172,9 +194,6 @@ def _vllm(folder: Path, gpu: str) -> None:
         own = {**CORE, "backend": "trtllm", "version": TRTLLM}
         _attention(pd.read_csv(cached), gpu, "decode", "fp8", own)
     _moe(pd.read_csv(folder / f"moe_vllm_{VLLM[gpu]}.csv"), gpu, "bfloat16", facts)
-    narrow = folder / f"moe_fp8_vllm_{TRITON_EXPERTS}.csv"
-    if narrow.exists():
-        _moe(pd.read_csv(narrow), gpu, "fp8", {**facts, "version": TRITON_EXPERTS})
     marlin = folder / f"moe_int4_sglang_{MARLIN}.csv"
     if marlin.exists():
         own = {**CORE, "backend": "sglang", "version": MARLIN}
@@ -189,7 +208,7 @@ def _of_wheel(folder: Path, gpu: str, source: WheelGpu) -> None:
     """Write the tables of one GPU of the unpacked wheel."""
     facts = {**WHEEL_FACTS, "backend": "vllm", "version": VLLM_OF_WHEEL}
     gemm = _parquet(folder, "gemm", "vllm", VLLM_OF_WHEEL, "gemm_perf")
-    gemm = gemm[(gemm.gemm_dtype != "fp8") | (gemm.m >= LEAST_FP8_ROWS)]
+    gemm = _padded(gemm[(gemm.gemm_dtype != "fp8") | (gemm.m >= LEAST_FP8_ROWS)], "m")
     for dtype in ("bfloat16", "fp8", "nvfp4"):
         _gemm(gemm[gemm.gemm_dtype == dtype], gpu, dtype, facts)
     parts = [
@@ -202,16 +221,147 @@ def _of_wheel(folder: Path, gpu: str, source: WheelGpu) -> None:
         table = table[(table.head_dim == HEAD_DIM) & (table.window_size == 0)]
         for dtype in ("bfloat16", "fp8") if operator == "decode" else ("bfloat16",):
             _attention(table[table.kv_cache_dtype == dtype], gpu, operator, dtype, facts)
-    moe = _parquet(folder, "moe", "vllm", VLLM_OF_WHEEL, "moe_perf")
+    moe = _padded(_parquet(folder, "moe", "vllm", VLLM_OF_WHEEL, "moe_perf"), "num_tokens")
     for dtype in ("bfloat16", "fp8", "nvfp4"):
         _moe(moe[moe.moe_dtype == dtype], gpu, dtype, facts)
-    _latent(_parquet(folder, "mla", "sglang", SGLANG_OF_WHEEL, "generation_mla_perf"), gpu)
+    latent = _parquet(folder, "mla", "sglang", SGLANG_OF_WHEEL, "generation_mla_perf")
+    _latent(latent, gpu, "bfloat16", {**facts, "backend": "sglang", "version": SGLANG_OF_WHEEL})
     nccl = _parquet(folder, "comm", "nccl", source.nccl, "nccl_perf")
     _collectives(nccl, gpu, {**WHEEL_FACTS, "version": source.nccl})
     custom = _parquet(folder, "comm", "vllm", source.all_reduce, "custom_allreduce_perf")
-    _all_reduce(custom, gpu, {**facts, "version": source.all_reduce})
+    _all_reduce(_padded(custom, "message_size"), gpu, {**facts, "version": source.all_reduce})
     for path in sorted((OUT / gpu).glob("*.csv")):
         _remove_cached(path)
+
+
+def _shared(folder: Path, gpu: str) -> None:
+    """Write tables that all engines share, for a GPU of either kind of export."""
+    facts = {**WHEEL_FACTS, "backend": "vllm", "version": VLLM_OF_WHEEL}
+    moe = _parquet(folder, "moe", "vllm", VLLM_OF_WHEEL, "moe_perf")
+    is_hopper = gpu in BOTH
+    names = {"fp8": "fp8_block", "mxfp4": MXFP4["hopper" if is_hopper else "blackwell"]}
+    if not is_hopper:
+        names |= {"int4": "int4_wo", "nvfp4": "nvfp4"}
+    for dtype, name in names.items():
+        _moe(_padded(moe[moe.moe_dtype == name], "num_tokens"), gpu, dtype, facts, SKEWED)
+    sglang = {**WHEEL_FACTS, "backend": BLOCKS_OF_WHEEL, "version": SGLANG_OF_WHEEL}
+    gemm = _parquet(folder, "gemm", BLOCKS_OF_WHEEL, SGLANG_OF_WHEEL, "gemm_perf")
+    _gemm(_sparse(_padded(gemm[gemm.gemm_dtype == "fp8_block"], "m")), gpu, "fp8", sglang)
+    own = {**WHEEL_FACTS, "backend": "trtllm", "version": TRTLLM}
+    gemm = _parquet(folder, "gemm", "trtllm", TRTLLM, "gemm_perf")
+    fixed = _with_fixed_scales(gemm[gemm.gemm_dtype == "fp8"], folder)
+    _gemm(_sparse(fixed), gpu, "fp8", own)
+    if not is_hopper:
+        quantised = _padded(gemm[gemm.gemm_dtype == "nvfp4"], "m")
+        _gemm(_sparse(quantised), gpu, "nvfp4", own, "quantised_gemm")
+    gated = _parquet(folder, "linear_attention", "sglang", SGLANG_OF_WHEEL, "gdn_perf")
+    _gated_kernels(gated, gpu, sglang)
+    latent = _parquet(folder, "mla", "sglang", SGLANG_OF_WHEEL, "generation_mla_perf")
+    _latent(latent, gpu, "bfloat16", sglang)
+    trtllm = {**WHEEL_FACTS, "backend": "trtllm", "version": TRTLLM}
+    latent = _parquet(folder, "mla", "trtllm", TRTLLM, "generation_mla_perf")
+    _latent(latent, gpu, "fp8", trtllm)
+    module = _parquet(folder, "mla", "trtllm", TRTLLM, "mla_generation_module_perf")
+    _latent_projections(module, latent, gpu, trtllm)
+    _wide_experts(folder, gpu)
+    for engine, version in ENGINES.items():
+        if engine == "trtllm" and is_hopper:
+            continue
+        table = _parquet(folder, "comm", engine, version, "custom_allreduce_perf")
+        if "backend" in table:
+            table = table[table.backend == f"{engine}_graph"]
+        table = table.rename(columns={"num_gpus": "gpus"})
+        own = {**WHEEL_FACTS, "backend": engine, "version": version}
+        table = _padded(table, "message_size")
+        _write(table, gpu, "all_reduce", "bfloat16", ("gpus",), "message_size", own)
+
+
+def _wide_experts(folder: Path, gpu: str) -> None:
+    """Write DeepGEMM's experts of DeepEP's two layouts, with even shares of tokens.
+
+    The masked layout of few tokens, and the contiguous one of many, have as columns the tokens of all ranks.
+    """
+    facts = {**WHEEL_FACTS, "backend": "sglang", "version": WIDE}
+    for phase, operator in (("generation", "masked_moe"), ("context", "contiguous_moe")):
+        table = _parquet(folder, "moe", "sglang", WIDE, f"wideep_{phase}_moe_perf")
+        table = table[table.distribution == "uniform"].assign(distribution="balanced")
+        _moe(_padded(table, "num_tokens"), gpu, "fp8", facts, operator=operator)
+
+
+def _latent_projections(
+    module: pd.DataFrame, attention: pd.DataFrame, gpu: str, facts: dict[str, str]
+) -> None:
+    """Subtract attention from a whole module of latent attention: what remains are its products and norms.
+
+    Both were measured with a cache in fp8. Contexts of up to `LONGEST_COMPARED` tokens count.
+    """
+    keys = ["num_heads", "batch_size", "context"]
+    attention = attention[attention.kv_cache_dtype == "fp8"]
+    attention = attention.assign(context=attention.step + 1).groupby(keys).latency.median()
+    for dtype, name in (("bfloat16", "bfloat16"), ("fp8", "fp8_block")):
+        whole = module[(module.kv_cache_dtype == "fp8") & (module.gemm_type == name)]
+        whole = whole.assign(context=whole.step).groupby(keys).latency.median()
+        rest = (whole - attention).dropna().reset_index()
+        rest = rest[rest.context.between(SHORTEST_CONTEXT, LONGEST_COMPARED)]
+        rest = rest.groupby(keys[:2], as_index=False).latency.median()
+        rest = _padded(rest, "batch_size").rename(columns={"num_heads": "heads"})
+        rest = rest.rename(columns={"batch_size": "num_tokens"})
+        _write(rest, gpu, "latent_projections", dtype, ("heads",), "num_tokens", facts)
+
+
+def _with_fixed_scales(gemm: pd.DataFrame, folder: Path) -> pd.DataFrame:
+    """Subtract the kernel that computes scales of inputs from TensorRT-LLM's products in fp8.
+
+    Checkpoints with a scale for each tensor fix the scales of inputs too.
+    """
+    keys = ["m", "k"]
+    apart = _parquet(folder, "quantize", "trtllm", TRTLLM, "computescale_perf")
+    apart = apart.groupby(keys).latency.median().rename("apart").reset_index()
+    rest = gemm.merge(apart, on=keys)
+    rest = rest.assign(latency=rest.latency - rest.apart)
+    return _padded(rest[rest.latency > 0].drop(columns="apart"), "m")
+
+
+def _sparse(gemm: pd.DataFrame) -> pd.DataFrame:
+    """Keep products of powers of two of rows, but for the largest: their ratio to the roofline is smooth."""
+    return gemm[gemm.m.isin([2**power for power in range(14)])]
+
+
+def _padded(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Take at most the seconds of a larger shape, because an engine can pad to it.
+
+    Some cells of single shapes take twice as long as those on both sides.
+    """
+    keys = [
+        name
+        for name in table.columns
+        if name not in (column, "latency", "power", "power_limit", "kernel_source")
+    ]
+    table = table.sort_values(column, ascending=False)
+    least = table.groupby(keys, dropna=False).latency.cummin()
+    return table.assign(latency=least)
+
+
+def _gated_kernels(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
+    """Add up the two kernels of gated delta nets, for the fewest heads of keys of each number of value heads."""
+    table = table[(table.head_k_dim == HEAD_DIM) & (table.head_v_dim == HEAD_DIM)]
+    table = table.rename(columns={"num_v_heads": "heads", "batch_size": "batch"})
+    keys = ["heads", "num_k_heads", "d_model", "batch", "seq_len", "kernel_source"]
+    table = table.groupby([*keys, "phase"], as_index=False).latency.median()
+    whole = table.groupby(
+        ["heads", "num_k_heads", "d_model", "batch", "seq_len", "phase"], as_index=False
+    )
+    whole = whole.latency.sum()
+    step = whole[whole.phase == "generation"].assign(size=lambda some: some.batch)
+    prefill = whole[(whole.phase == "context") & (whole.batch == 1)].assign(
+        size=lambda some: some.seq_len
+    )
+    for operator, rows, column in (
+        ("linear_decode", step, "batch"),
+        ("linear_prefill", prefill, "tokens"),
+    ):
+        rows = rows.drop(columns=["batch", "seq_len"]).rename(columns={"size": column})
+        _write(rows, gpu, operator, "bfloat16", ("heads",), column, facts)
 
 
 def _parquet(folder: Path, kind: str, backend: str, version: str, name: str) -> pd.DataFrame:
@@ -246,14 +396,13 @@ def _without(line: str, is_cached: Sequence[bool]) -> str:
     return ",".join([*cells[:keys], *rest]) if any(rest) else ""
 
 
-def _latent(table: pd.DataFrame, gpu: str) -> None:
-    """Keep a 16-bit cache, without the columns that state from which degree of parallelism the heads come."""
-    table = table[table.kv_cache_dtype == "bfloat16"].rename(columns={"num_heads": "heads"})
+def _latent(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> None:
+    """Keep a cache of one format, without the columns that state from which degree of parallelism the heads come."""
+    table = table[table.kv_cache_dtype == dtype].rename(columns={"num_heads": "heads"})
     table = table.assign(context=table.step + 1)
     table = table[table.context >= SHORTEST_CONTEXT]
-    facts = {**WHEEL_FACTS, "backend": "sglang", "version": SGLANG_OF_WHEEL}
     keys = ("heads", "batch_size")
-    _write(table, gpu, "latent_decode_attention", "bfloat16", keys, "context", facts)
+    _write(table, gpu, "latent_decode_attention", dtype, keys, "context", facts)
 
 
 def _all_reduce(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
@@ -367,9 +516,11 @@ def _read_mha(path: Path) -> pd.DataFrame:
     return table.assign(latency=table.latency_us / 1e3, dtype=table["dtype"])
 
 
-def _gemm(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> None:
+def _gemm(
+    table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str], operator: str = "gemm"
+) -> None:
     table = table[table.m.isin(GEMM_ROWS) & (table.n >= 64) & (table.k >= 64)]
-    _write(table, gpu, "gemm", dtype, ("n", "k"), "m", facts)
+    _write(table, gpu, operator, dtype, ("n", "k"), "m", facts)
 
 
 def _quantise(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
@@ -392,17 +543,27 @@ def _attention(
     _write(table, gpu, f"{operator}_attention", dtype, keys, "context", facts)
 
 
-def _moe(table: pd.DataFrame, gpu: str, dtype: str, facts: dict[str, str]) -> None:
-    """Keep equal shares of tokens per expert; if these were not measured, keep the most equal ones."""
+def _moe(
+    table: pd.DataFrame,
+    gpu: str,
+    dtype: str,
+    facts: dict[str, str],
+    shares: str = "balanced",
+    operator: str = "moe",
+) -> None:
+    """Keep these shares of tokens over experts; if they were not measured, keep the most equal ones."""
     is_even = table.distribution == "balanced"
-    kept = is_even if is_even.any() else table.distribution == "power_law_1.01"
+    kept = is_even if is_even.any() else table.distribution == SKEWED
+    if shares == SKEWED:
+        kept = is_even.where(table.moe_ep_size > 1, table.distribution == SKEWED)
     table = table[kept & table.num_tokens.isin(MOE_TOKENS)]
     names = {"hidden_size": "hidden", "inter_size": "intermediate", "num_experts": "experts"}
     names |= {"moe_tp_size": "tensor_parallel", "moe_ep_size": "expert_parallel"}
     table = table.rename(columns=names).drop_duplicates([*MOE_KEYS, "num_tokens"])
-    shares = "even" if is_even.any() else "power law 1.01"
-    note = {"distribution": f"{shares} shares of tokens over experts"}
-    _write(table, gpu, "moe", dtype, MOE_KEYS, "num_tokens", {**facts, **note})
+    text = "even" if is_even.any() else "power law 1.01"
+    rest = "; power law 1.01 on one rank" if shares == SKEWED else ""
+    note = {"distribution": f"{text} shares of tokens over experts{rest}"}
+    _write(table, gpu, operator, dtype, MOE_KEYS, "num_tokens", {**facts, **note})
 
 
 def _collectives(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:

@@ -126,9 +126,9 @@ def test_linear_attention_takes_the_measured_kernels_whatever_the_context() -> N
     few, many = attention(linear, [512.0, 65536.0], "h20")
     assert few == many == pytest.approx(36 * 81e-6)  # 32 rollouts, from the table of H20
     elsewhere = Shard(linear, Kernels("h200", "bfloat16")).decode_attention(32, np.array([512.0]))
-    states = 2 * 4 * 32 * 32 * 128 * 128 / (0.8 * 4.8e12)
-    assert elsewhere.seconds == pytest.approx(36 * states)
-    assert elsewhere.unmeasured == pytest.approx(elsewhere.seconds)
+    states = 2 * 4 * 32 * 32 * 128 * 128 / 4.8e12
+    assert 36 * states < elsewhere.seconds[0] < 2 * 36 * states
+    assert not elsewhere.unmeasured.any()
 
 
 def test_long_contexts_slow_a_hybrid_down_less_than_a_model_that_looks_back_at_everything() -> None:

@@ -14,6 +14,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import PrefillCurve, compose_decode
+from streamrl.sim.costs.experts import dispatched_experts_time
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.overheads import TERMS, load_engine
@@ -195,3 +196,62 @@ def test_heads_of_another_width_count_in_proportion() -> None:
     wide_time = Shard(model(), Kernels("h800", "bfloat16")).decode_attention(64, contexts).seconds
     narrow_time = Shard(narrow, Kernels("h800", "bfloat16")).decode_attention(64, contexts).seconds
     assert narrow_time == pytest.approx(wide_time)
+
+
+# Formats of mixtures ------------------------------------------------------------------------------------
+
+
+def products_of(name: str, gpu: str, dtype: str, tp: int = 8) -> float:
+    some = Shard(load_model(ModelConfig(name=name)), Kernels(gpu, dtype), tp)
+    return float(some._all_projections(np.array([16.0])).seconds[0])
+
+
+def test_mixtures_in_four_bits_keep_attention_in_sixteen() -> None:
+    for name in ("qwen3-235b-a22b", "deepseek-v3"):
+        assert products_of(name, "b200", "nvfp4") == products_of(name, "b200", "bfloat16")
+        assert products_of(name, "b200", "fp8") != products_of(name, "b200", "bfloat16")
+    assert products_of("qwen3-32b", "b200", "nvfp4") != products_of("qwen3-32b", "b200", "bfloat16")
+
+
+def test_products_around_latent_attention_are_those_of_a_measured_module() -> None:
+    model = load_model(ModelConfig(name="deepseek-v3"))
+    other = msgspec.structs.replace(model, hidden_size=6144)
+    found, apart = (
+        Shard(one, Kernels("h200", "fp8"), 8)._all_projections(np.array([16.0, 4096.0]))
+        for one in (model, other)
+    )
+    assert any("latent_projections" in source for source in found.sources)
+    assert not any("latent_projections" in source for source in apart.sources)
+    few = Kernels("h200", "fp8").time("latent_projections", np.array([16.0]), heads=16.0)
+    assert found.seconds[0] == pytest.approx(61 * few.seconds[0])
+
+
+def test_a_norm_over_all_heads_takes_one_more_all_reduce() -> None:
+    model = load_model(ModelConfig(name="minimax-m2.7"))
+    without = msgspec.structs.replace(model, qk_norm_spans_heads=False)
+    kernels, tokens = Kernels("b200", "fp8"), np.array([16.0])
+    both = [Shard(one, kernels, 4).products(tokens).seconds[0] for one in (model, without)]
+    one = kernels.time("all_reduce", tokens * 8, gpus=4).seconds[0]
+    assert both[0] - both[1] == pytest.approx(62 * one)
+    alone = [Shard(one, kernels).products(tokens).seconds[0] for one in (model, without)]
+    assert alone[0] == alone[1]
+
+
+def test_products_after_attention_and_activations_quantise_their_inputs_in_nvfp4() -> None:
+    shard, tokens = Shard(model("qwen3-32b"), Kernels("b200", "nvfp4")), np.array([16.0])
+    size = {"n": 5120.0, "k": 25600.0}
+    after = shard._linear(tokens, **size, follows_norm=False).seconds[0]
+    assert after > shard._linear(tokens, **size).seconds[0]
+    wide = Shard(model("qwen3-32b"), Kernels("b200", "bfloat16"))
+    assert wide._linear(tokens, **size, follows_norm=False) == wide._linear(tokens, **size)
+
+
+def test_experts_on_many_ranks_are_deepgemms_where_they_were_measured() -> None:
+    experts = load_model(ModelConfig(name="deepseek-v3")).experts
+    assert experts is not None
+    tokens = np.array([64 * 64.0, 64 * 1024.0])
+    found = dispatched_experts_time(Kernels("h100", "fp8"), tokens, experts, 7168, 64)
+    assert found.seconds[0] < 120e-6 < 1e-3 < found.seconds[1]  # masked, then contiguous
+    assert {source.split()[0] for source in found.sources} == {"masked_moe", "contiguous_moe"}
+    elsewhere = dispatched_experts_time(Kernels("h800", "fp8"), tokens, experts, 7168, 64)
+    assert not any("masked" in source for source in elsewhere.sources)

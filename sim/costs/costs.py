@@ -285,8 +285,8 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
         ),
         rewards=rewards,
         provenance={
-            "prefill": _replica_source(prefill.provenance, replica, run.costs.engine),
-            "decode": _replica_source(decode.provenance, replica, run.costs.engine),
+            "prefill": _replica_source(prefill.provenance, replica, run.costs),
+            "decode": _replica_source(decode.provenance, replica, run.costs),
             "score": training.provenance,
             "train": training.provenance,
             "sync": Provenance.of(sync.tier, sync.sources),
@@ -412,9 +412,11 @@ def _with_source(costs: Costs, operation: str, provenance: Provenance) -> Costs:
     return replace(costs, provenance={**costs.provenance, operation: provenance})
 
 
-def _replica_source(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:
+def _replica_source(
+    provenance: Provenance, replica: ReplicaHardware, config: CostsConfig
+) -> Provenance:
     """Return the source of a replica's seconds, with their error and the unmeasured parts."""
-    provenance = _checked(provenance, replica, engine)
+    provenance = _checked(provenance, replica, config)
     if replica.adapter_rank is None:
         return provenance
     word = "adapters beside weights as if their products took a replica nothing, which was not measured"
@@ -422,7 +424,7 @@ def _replica_source(provenance: Provenance, replica: ReplicaHardware, engine: st
     return msgspec.structs.replace(provenance, sources=sources, error=None, p90=None)
 
 
-def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> Provenance:
+def _checked(provenance: Provenance, replica: ReplicaHardware, config: CostsConfig) -> Provenance:
     """Add the engine's error to a source, if formats and layout are those that were checked."""
     own, rollout = replica.precision, replica.config
     in_fp8 = own.compute == "fp8"
@@ -434,10 +436,14 @@ def _checked(provenance: Provenance, replica: ReplicaHardware, engine: str) -> P
         return Provenance.of("scaled", provenance.sources, scaled_errors().decode.median)
     if provenance.tier != "composed":
         return provenance
-    found = decode_errors(engine, replica.pool.gpu, in_fp8=in_fp8)
+    engine, version = config.engine, config.engine_version
+    found = decode_errors(engine, replica.pool.gpu, in_fp8=in_fp8, version=version)
     if found is None:
         return provenance
-    return msgspec.structs.replace(provenance, error=found.median, p90=found.p90)
+    sources = provenance.sources
+    if version is not None and not load_engine(engine).is_of(version):
+        sources = (*sources, f"engine {version} as {load_engine(engine).name}: another version")
+    return msgspec.structs.replace(provenance, sources=sources, error=found.median, p90=found.p90)
 
 
 def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:

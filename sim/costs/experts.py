@@ -59,7 +59,7 @@ SMALL_KERNELS, SMALL_TIME = 9, 4.5e-6
 """Number of kernels around the two products, and the seconds of one with little work. They
 quantise rows, count them by expert, clear and write the experts of blocks, scatter rows, lay out
 scales, activate, quantise again, and gather. Eight of them and the two Triton products take 35 us
-(profiles/measured/h200/moe.vllm.fp8.csv: one token, one expert a GPU).
+(vLLM 0.19.0 on H200 in PyPI aiconfigurator-core 0.12.0: one token, one expert a GPU).
 """
 ACTIVATION_BYTES = 9
 """Bytes per row and channel between the products: gate and up are read, and their product is
@@ -169,8 +169,6 @@ def _passed(kernels: Kernels, num_bytes: Floats) -> Estimate:
     return Estimate(seconds, np.zeros_like(seconds), (source,))
 
 
-EVEN = "even"
-"""Name of the distribution of a table that was measured with even shares."""
 FURTHEST = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344}
 """Mean excess of the largest of n normal values over their mean, in standard deviations."""
 
@@ -215,7 +213,7 @@ def experts_time(
         "tensor_parallel": 1.0 if expert_parallel > 1 else float(tensor_parallel),
         "expert_parallel": float(expert_parallel),
     }
-    if not kernels.distribution("moe").startswith(EVEN):
+    if not kernels.has_even_shares(expert_parallel):
         return kernels.time("moe", tokens, **shape)
     all_read = experts.num_experts / experts.experts_per_token
     alike = num_read / experts.experts_per_token
@@ -236,6 +234,31 @@ def num_experts_read(tokens: Floats, experts: Experts, expert_parallel: int = 1)
     return read
 
 
+def _wide_experts_time(
+    kernels: Kernels, tokens: Floats, experts: Experts, hidden_size: int, ranks: int
+) -> Estimate:
+    """Return the seconds of DeepGEMM's experts: masked for the tokens of low-latency dispatch, else contiguous."""
+    shape = {
+        "hidden": float(hidden_size),
+        "intermediate": float(experts.gated_width),
+        "topk": float(experts.experts_per_token),
+        "experts": float(experts.num_experts),
+        "tensor_parallel": 1.0,
+        "expert_parallel": float(ranks),
+    }
+    few, many = (kernels.time(name, tokens, **shape) for name in ("masked_moe", "contiguous_moe"))
+    is_few = tokens / ranks <= MOST_DIRECT
+    return Estimate(
+        np.where(is_few, few.seconds, many.seconds),
+        np.where(is_few, few.unmeasured, many.unmeasured),
+        tuple(dict.fromkeys(few.sources + many.sources)),
+    )
+
+
+MOST_DIRECT = 256
+"""Most tokens per GPU for which DeepEP's low-latency kernels are used (deepseek-ai/DeepEP 0297fc8,
+docs/legacy.md, MIT: advice about buffers).
+"""
 NEAR = 8
 """Largest number of ranks for which tables are used directly: the ranks of a node."""
 
@@ -251,9 +274,13 @@ def dispatched_experts_time(
 ) -> Estimate:
     """Return the seconds of one layer's routed experts for `tokens` tokens of all `ranks` GPUs, sent by all-to-all.
 
+    Where DeepGEMM's experts after DeepEP's dispatch were measured, these tables count.
+
     The padding of blocks counts only the rows that a GPU receives. Skipped choices of received
     tokens count too (`streamrl.sim.costs.experts`).
     """
+    if kernels.has_table("masked_moe") and kernels.kept == kernels.dtype:
+        return _wide_experts_time(kernels, tokens, experts, hidden_size, ranks)
     num_read = num_experts_read(tokens, experts, ranks)
     if ranks > 1 and not kernels.has_expert_ranks:
         given = 1 - (1 - 1 / ranks) ** experts.experts_per_token

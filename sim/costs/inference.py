@@ -13,9 +13,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streamrl.hardware.compressed_attention import CompressedAttention
-from streamrl.hardware.model_shape import BYTES, Experts, LinearAttention, ModelShape
-from streamrl.hardware.operator_tables import HEAD_DIM, Floats
-from streamrl.hardware.precision import is_narrow, width_of
+from streamrl.hardware.model_shape import (
+    BYTES,
+    Experts,
+    LatentAttention,
+    LinearAttention,
+    ModelShape,
+)
+from streamrl.hardware.operator_tables import (
+    HEAD_DIM,
+    LATENT_DIM,
+    LATENT_HEAD,
+    LATENT_HIDDEN,
+    LATENT_QUERY_RANK,
+    Floats,
+)
+from streamrl.hardware.precision import OF_EXPERTS, is_narrow, width_of
 from streamrl.sim.costs.experts import dispatched_experts_time, experts_time
 from streamrl.sim.costs.interconnect import Interconnect, all_to_all_time
 from streamrl.sim.costs.kernels import Estimate, Kernels, total, unmeasured
@@ -27,6 +40,8 @@ WINDOWED = "layers with a window"
 """What the seconds of sliding-window attention are said to be for."""
 ENTRIES = "attention to compressed tokens"
 """Name of these seconds where a band says what is not measured."""
+MOST_MEASURED = 1024
+"""Tokens up to which whole modules of latent attention were measured."""
 SHORTEST_CONTEXT = 512.0
 """Tokens from which decode attention is fitted: the smallest context in its tables."""
 NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
@@ -34,6 +49,8 @@ NORM_BYTES, MLP_BYTES, SAMPLE_BYTES = 16, 6, 16
 residual stream around two norms (4 passes of 2 + 2 bytes). The MLP's gate, up and product pass once
 (3 of 2 bytes). Sampling reads and writes the logits in float32 twice.
 """
+NORM_SUMS_BYTES = 8
+"""Bytes of two sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Shard:
 
     model: ModelShape
     kernels: Kernels
+    """Kernels of the GPU. The engine's own tables replace the GPU's, where it has them."""
     tensor_parallel: int = 1
     expert_parallel: int = 1
     engine: ServingEngine = field(default_factory=load_engine)
@@ -59,11 +77,19 @@ class Shard:
     """Tokens of each rollout in a decode step; more than one if drafted tokens are checked."""
     wires: Interconnect | None = None
     """None if NVLink joins all GPUs of a replica."""
+    mixing_kernels: Kernels = field(init=False)
+    """Kernels of the products around attention."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the replica."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    def __post_init__(self) -> None:
+        kernels = self.kernels.of_engine(self.engine.kernels)
+        keeps = self.model.experts is not None and kernels.kept in OF_EXPERTS
+        object.__setattr__(self, "kernels", kernels)
+        object.__setattr__(self, "mixing_kernels", kernels.wide if keeps else kernels)
 
     # A layer ------------------------------------------------------------------------------------------
 
@@ -101,6 +127,8 @@ class Shard:
             num_reduces = model.num_blocks
             num_reduces -= model.num_expert_layers if self.data_parallel > 1 else 0
             layers.append(self._all_reduce(tokens) * num_reduces)
+            if model.qk_norm_spans_heads:
+                layers.append(self._norms_reduced(tokens) * model.num_attention_layers)
         if model.hyper_connections is not None:
             layers.append(self._streams(tokens))
         norms = tokens * NORM_BYTES / 2 * self._width * model.hidden_size * (model.num_blocks / 2)
@@ -119,13 +147,13 @@ class Shard:
     def _linear_projections(self, tokens: Floats, linear: LinearAttention) -> Estimate:
         """Return the seconds of the products for queries, keys, values, gates and output, and of the convolution."""
         degree, hidden = self.tensor_parallel, float(self.model.hidden_size)
-        products = self._linear(tokens, linear.projected_dim / degree, hidden)
+        products = self._mixing(tokens, linear.projected_dim / degree, hidden)
         mixed = 2 * self._width * tokens * linear.mixed_dim / degree
-        output = self._linear(tokens, hidden, linear.value_dim / degree)
+        output = self._mixing(tokens, hidden, linear.value_dim / degree)
         found = total([products, self.kernels.traffic(mixed), output])
         if not linear.widened_dim:
             return found
-        widened = self._linear(
+        widened = self._mixing(
             tokens, linear.widened_dim / 2 / degree, float(linear.value_head_dim)
         )
         return found + widened * 2
@@ -171,14 +199,13 @@ class Shard:
         heads, kv_heads = model.num_heads / degree, max(1.0, model.num_kv_heads / degree)
         gated = heads * model.head_dim * (1 + model.has_output_gate)
         values = model.value_head_dim * model.has_value_projection
-        made = self._linear(tokens, gated + kv_heads * (model.head_dim + values), hidden)
-        return made + self._linear(tokens, hidden, heads * model.value_head_dim)
+        made = self._mixing(tokens, gated + kv_heads * (model.head_dim + values), hidden)
+        inner = heads * model.value_head_dim
+        return made + self._mixing(tokens, hidden, inner, follows_norm=False)
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
         """Return the seconds of the all-reduce over tensor ranks, within and between NVLink domains."""
-        backend, kernels = self.engine.constants.all_reduce, self.kernels
-        if backend is not None:
-            kernels = kernels.with_backend("all_reduce", backend)
+        kernels = self.kernels
         num_bytes = tokens * self.model.hidden_size * self._width
         near = min(self.tensor_parallel, self.wires.domain if self.wires else self.tensor_parallel)
         within = kernels.time("all_reduce", num_bytes, gpus=near)
@@ -186,12 +213,35 @@ class Shard:
             return within
         return within + self.wires.reduced_between(num_bytes / near, self.tensor_parallel // near)
 
-    def _linear(self, tokens: Floats, n: float, k: float) -> Estimate:
-        """Return the seconds of a product with weights; some engines quantise its inputs in a separate kernel."""
-        product = self.kernels.time("gemm", tokens, n=n, k=k)
-        if not is_narrow(self.kernels.dtype) or not self.engine.constants.quantises_apart:
+    def _norms_reduced(self, tokens: Floats) -> Estimate:
+        """Return the seconds to all-reduce a token's sums of squared queries and keys, in 4 bytes each."""
+        near = min(self.tensor_parallel, self.wires.domain if self.wires else self.tensor_parallel)
+        return self.kernels.time("all_reduce", tokens * NORM_SUMS_BYTES, gpus=near)
+
+    def _linear(
+        self,
+        tokens: Floats,
+        n: float,
+        k: float,
+        kernels: Kernels | None = None,
+        *,
+        follows_norm: bool = True,
+    ) -> Estimate:
+        """Return the seconds of a product with weights; some engines quantise its inputs in a separate kernel.
+
+        In nvfp4, a norm quantises what it returns, but attention and activations do not. A product
+        after those was measured together with the kernel that quantises its inputs.
+        """
+        kernels = kernels or self.kernels
+        has_own = not follows_norm and kernels.has_table("quantised_gemm")
+        product = kernels.time("quantised_gemm" if has_own else "gemm", tokens, n=n, k=k)
+        if not is_narrow(kernels.dtype) or not self.engine.constants.quantises_apart:
             return product
-        return product + self.kernels.time("quantise", tokens, k=k)
+        return product + kernels.time("quantise", tokens, k=k)
+
+    def _mixing(self, tokens: Floats, n: float, k: float, *, follows_norm: bool = True) -> Estimate:
+        """Return the seconds of a product around attention, which keeps 16 bits where only experts are narrow."""
+        return self._linear(tokens, n, k, self.mixing_kernels, follows_norm=follows_norm)
 
     def _latent_projections(self, tokens: Floats) -> Estimate:
         """Return the seconds of projections to latent vectors and heads; each product absorbed into attention counts as one."""
@@ -210,12 +260,35 @@ class Shard:
             shapes.append((queries, hidden))
         else:
             shapes += [(latent.q_lora_rank, hidden), (queries, latent.q_lora_rank)]
-        found = total(self._linear(tokens, n, k) for n, k in shapes)
+        found = total(self._mixing(tokens, n, k) for n, k in shapes)
+        found = self._as_measured(tokens, latent, heads, found)
         if self.model.indexer is None:
             return found
         ranks = self.model.hidden_size, latent.q_lora_rank or 0
-        indexed = total(self._linear(tokens, n, k) for n, k in self.model.indexer.products(*ranks))
+        indexed = total(self._mixing(tokens, n, k) for n, k in self.model.indexer.products(*ranks))
         return found + indexed * self._indexed_share
+
+    def _as_measured(
+        self, tokens: Floats, latent: LatentAttention, heads: float, found: Estimate
+    ) -> Estimate:
+        """Return the seconds of DeepSeek-V3's products as a whole module of them was measured, else `found`.
+
+        The module was measured with up to `MOST_MEASURED` tokens. Beyond them it counts where it is
+        faster, because its ratio to the roofline falls on.
+        """
+        sizes = latent.kv_lora_rank, latent.nope_head_dim, latent.v_head_dim
+        is_known = sizes == (LATENT_DIM, LATENT_HEAD, LATENT_HEAD)
+        is_known = is_known and latent.q_lora_rank == LATENT_QUERY_RANK
+        is_known = is_known and self.model.hidden_size == LATENT_HIDDEN
+        if not is_known or not self.mixing_kernels.has_table("latent_projections"):
+            return found
+        module = self.mixing_kernels.time("latent_projections", tokens, heads=heads)
+        is_module = (tokens <= MOST_MEASURED) | (module.seconds < found.seconds)
+        return Estimate(
+            np.where(is_module, module.seconds, found.seconds),
+            np.where(is_module, module.unmeasured, found.unmeasured),
+            tuple(dict.fromkeys(module.sources + found.sources)),
+        )
 
     @property
     def _indexed_share(self) -> float:
@@ -226,7 +299,8 @@ class Shard:
     def _mlp(self, tokens: Floats, size: float) -> Estimate:
         width, hidden = size / self.tensor_parallel, float(self.model.hidden_size)
         made = (self.model.num_mlp_products - 1) * width
-        products = self._linear(tokens, made, hidden) + self._linear(tokens, hidden, width)
+        products = self._linear(tokens, made, hidden)
+        products += self._linear(tokens, hidden, width, follows_norm=False)
         return products + self.kernels.traffic(MLP_BYTES / 2 * self._width * width * tokens)
 
     def _experts(self, tokens: Floats, dealt: Floats) -> Estimate:
@@ -358,13 +432,6 @@ class Shard:
         heads, kv_heads = self._heads(model)
         if self.engine.constants.reads_cache_per_head:
             kv_heads = heads
-        backend = self.engine.constants.narrow_attention
-        if (
-            backend is not None
-            and kernels.has_narrow_cache
-            and kernels.was_measured_with("decode_attention", backend)
-        ):
-            kernels = kernels.with_backend("decode_attention", backend)
         return kernels.cached_time(
             "decode_attention",
             contexts,

@@ -26,6 +26,7 @@ from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import gpu_of
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.sim.costs.experts import MOST_DIRECT
 from streamrl.sim.costs.kernels import Estimate, unmeasured
 from streamrl.sim.costs.sync_profiles import load_transport
 
@@ -79,10 +80,6 @@ START_TIME, ACHIEVED = 40e-6, 0.9
 """Seconds of a dispatch or combine without tokens, and share of line rate that a large one
 reaches. Source: DeepEP's low-latency kernels on H800 with a 400 Gbps port each, 128 tokens per GPU
 (deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT).
-"""
-MOST_DIRECT = 256
-"""Most tokens per GPU for which the low-latency kernels are used (same source, advice about
-buffers).
 """
 SCALE = 1 + 4 / 128
 """Bytes of a value that is dispatched in fp8, with a float32 scale for each 128 values."""

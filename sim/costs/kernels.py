@@ -32,7 +32,15 @@ OF_KEPT = ("gemm", "moe")
 """Operators that read weights."""
 LEAST = {"n": 64.0, "k": 64.0}
 """Shape of a tiny product, whose seconds are those of a kernel launch."""
-OF_WEIGHTS = ("gemm", "quantise", "moe")
+OF_WEIGHTS = (
+    "gemm",
+    "quantised_gemm",
+    "quantise",
+    "moe",
+    "masked_moe",
+    "contiguous_moe",
+    "latent_projections",
+)
 """Operators that run in the dtype of the weights."""
 OPERATOR_WORDS = {
     "gemm": "matrix products",
@@ -57,6 +65,8 @@ ALIKE = {
     "float32": ("float32",),
 }
 """Dtypes that can use each other's tables: both 16-bit dtypes run at the same rate."""
+EVEN, ONE_RANK = "even", "on one rank"
+"""How a table states even shares of tokens over experts, and that those of one rank are not even."""
 NEAREST = {"int8": "fp8", "mxfp8": "fp8"}
 """Unmeasured formats, and the measured format with as many bits whose distance from the roofline
 they take. With a bare roofline, a format would win only because it has no table. All these seconds
@@ -192,32 +202,63 @@ class Kernels:
         elif not self._tables and self.gpu.alike:
             typical = typical_of(self.gpu.alike)
         self._typical = typical
+        self._is_chosen = backend is not None
         if backend is not None:
             self._tables |= _tables_of(gpu_name, backend)
 
-    def with_backend(self, operator: str, backend: str) -> Kernels:
-        """Return these kernels with one operator of another backend, if the GPU has tables."""
-        if not self._tables:
+    def of_engine(self, backends: Mapping[str, str]) -> Kernels:
+        """Return these kernels with the tables of an inference engine, where this GPU has them.
+
+        Args:
+            backends: by operator, for 16 bits, or by "OPERATOR.DTYPE". They are ignored if a backend
+                was named for the GPU.
+        """
+        if self._is_chosen or not self._tables:
             return self
-        measured_on = self._tables.get(operator, self._gpu_name).partition("/")[0]
-        tables = self._tables | {operator: f"{measured_on}/{backend}"}
+        places = {}
+        for key, backend in backends.items():
+            operator, _, dtype = key.partition(".")
+            for gpu in (self._gpu_name, self._place(operator, dtype).partition("/")[0]):
+                place = f"{gpu}/{backend}"
+                if table_path(place, operator, dtype or DTYPE_OF_ATTENTION) is not None:
+                    places[key] = place
+                    break
+        return self._with_tables({**self._narrow_tables(places), **places})
+
+    def _narrow_tables(self, changed: Mapping[str, str]) -> dict[str, str]:
+        """Return the current tables of narrow formats whose operator gets another table for 16 bits."""
+        return {
+            f"{operator}.{dtype}": place
+            for operator in changed
+            if "." not in operator and (place := self._tables.get(operator))
+            for dtype in FORMATS
+            if f"{operator}.{dtype}" not in self._tables
+        }
+
+    def _with_tables(self, changed: Mapping[str, str]) -> Kernels:
         return Kernels(
             self._gpu_name,
             self.dtype,
             cache_dtype=self.cache_dtype,
-            tables=tables,
+            tables={**self._tables, **changed},
             kept=self.kept,
+            typical=None if self._tables else self._typical,
         )
 
     @property
-    def has_narrow_cache(self) -> bool:
-        """Whether keys and values are narrower than the dtype of attention."""
-        return BYTES[self.cache_dtype] < BYTES[self.wire_dtype]
+    def wide(self) -> Kernels:
+        """The kernels of layers that keep 16-bit weights beside narrow ones."""
+        return Kernels(
+            self._gpu_name,
+            self.wire_dtype,
+            cache_dtype=self.cache_dtype,
+            tables=self._tables,
+            typical=None if self._tables else self._typical,
+        )
 
-    def was_measured_with(self, operator: str, backend: str) -> bool:
-        """Return whether a backend has a table of an operator over this cache, on the GPU of the current table."""
-        place = f"{self._tables.get(operator, self._gpu_name).partition('/')[0]}/{backend}"
-        return table_path(place, operator, self.cache_dtype) is not None
+    def has_table(self, operator: str) -> bool:
+        """Return whether an operator was measured in the dtype of the weights."""
+        return self._known(operator, self.dtype) is not None
 
     @property
     def is_composed(self) -> bool:
@@ -228,6 +269,11 @@ class Kernels:
         """Return how tokens were distributed over experts in an operator's table; evenly by default."""
         surface = self._known(operator, self.dtype)
         return (surface.table.facts.distribution if surface else "") or "even"
+
+    def has_even_shares(self, expert_parallel: int) -> bool:
+        """Return whether experts were measured with as many tokens each, on this number of ranks."""
+        text = self.distribution("moe")
+        return text.startswith(EVEN) and not (expert_parallel == 1 and ONE_RANK in text)
 
     @property
     def has_expert_ranks(self) -> bool:
@@ -372,13 +418,17 @@ class Kernels:
 
 _COLUMN = {
     "gemm": "m",
+    "quantised_gemm": "m",
     "quantise": "m",
     "decode_attention": "context",
     "latent_decode_attention": "context",
+    "latent_projections": "tokens",
     "prefill_attention": "context",
     "linear_decode": "batch",
     "linear_prefill": "tokens",
     "moe": "tokens",
+    "masked_moe": "tokens",
+    "contiguous_moe": "tokens",
     **dict.fromkeys(("all_reduce", "all_gather", "all_to_all", "reduce_scatter"), "bytes"),
 }
 

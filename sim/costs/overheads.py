@@ -50,15 +50,6 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     """Whether attention reads shared keys and values once per query head, as kernels of 2023 did
     (TensorRT-LLM issue 407).
     """
-    all_reduce: str | None = None
-    """Backend of its all-reduces; None for the GPU's default. vLLM had only NCCL until 2024 (pull
-    2192).
-    """
-
-    narrow_attention: str | None = None
-    """Backend of its decode attention over a narrow cache, on GPUs where that was measured; None
-    for the GPU's default.
-    """
     quantises_apart: bool = False
     """Whether separate kernels quantise the inputs of fp8 products, each row with its own scale."""
     pads_experts: tuple[str, ...] = ()
@@ -105,6 +96,18 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     """GPUs with six or more measured rows."""
     rows: int
     constants: Overheads
+    mixes_prefill: bool = True
+    """Whether prompts are prefilled in the steps of decoding requests, not in steps of their own."""
+    kernels: dict[str, str] = msgspec.field(default_factory=dict)
+    """Backend of the tables of its kernels, by operator or "OPERATOR.DTYPE", on GPUs that have them;
+    others keep the GPU's default.
+    """
+    versions: list[str] = msgspec.field(default_factory=list)
+    """Versions that the constants and kernels are of, by their beginning."""
+    served: dict[str, HeldOut] = msgspec.field(default_factory=dict)
+    """By GPU: errors of served points, to which nothing was fitted (`streamrl validate served`)."""
+    other_versions: HeldOut | None = None
+    """Errors of the published rows of neighbouring versions, predicted with these constants and kernels."""
     spread: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
     """Least and greatest value of each constant over leave-one-shape-out fits: seconds, or a
     factor.
@@ -118,6 +121,10 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
     left_out: dict[str, Overheads] = msgspec.field(default_factory=dict)
     """Constants fitted without the rows of a shape, by its name in profiles/models."""
 
+    def is_of(self, version: str) -> bool:
+        """Return whether the profile is of a version."""
+        return any(f"{version}.".startswith(f"{start}.") for start in self.versions)
+
     def returning_log_probs(self) -> ServingEngine:
         """Return this engine if it returns the log-probability of every token."""
         constants = self.constants.returning_log_probs()
@@ -125,22 +132,35 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
 
 
 @cache
-def decode_errors(engine: str, gpu: str, *, in_fp8: bool = False) -> HeldOut | None:
-    """Return the held-out errors of decode steps on a GPU; None if they were not checked.
+def decode_errors(
+    engine: str, gpu: str, *, in_fp8: bool = False, version: str | None = None
+) -> HeldOut | None:
+    """Return the errors of decode steps on a GPU without a fit to them; None if they were not checked.
 
     If the engine was measured on such GPUs, these are its own errors. Otherwise they are the
     largest among the engines that were, because errors of kernel tables depend on the GPU. For fp8
     only the engine's own errors are used, because its extra work differs from that of other
-    engines.
+    engines. A version that the profile is not of has at least the errors of neighbouring versions.
     """
     alike = {gpu, load_gpu(gpu).tables.get("gemm", gpu).partition("/")[0]}
     own = load_engine(engine)
-    if in_fp8:
-        return own.held_out_fp8 if alike & set(own.fp8_gpus) else None
-    others = (load_engine(name) for name in known_engines())
-    checked = [own] if alike & set(own.gpus) else [one for one in others if alike & set(one.gpus)]
-    found = [one.held_out for one in checked if one.held_out]
-    return max(found, key=lambda errors: errors.median, default=None)
+    if in_fp8 and own.fp8_gpus:
+        found = [own.held_out_fp8] if alike & set(own.fp8_gpus) else []
+    else:
+        others = [load_engine(name) for name in known_engines()] if not in_fp8 else []
+        found = _of_gpus(own, alike) or [
+            errors for one in others for errors in _of_gpus(one, alike)
+        ]
+    if version is not None and not own.is_of(version) and found:
+        found.append(own.other_versions)
+    return max(filter(None, found), key=lambda errors: errors.median, default=None)
+
+
+def _of_gpus(engine: ServingEngine, gpus: set[str]) -> list[HeldOut | None]:
+    """Return an engine's errors on any of some GPUs: of the rows that it was fitted to, else of served points."""
+    if gpus & set(engine.gpus):
+        return [engine.held_out]
+    return [errors for gpu, errors in engine.served.items() if gpu in gpus]
 
 
 @cache

@@ -83,6 +83,7 @@ MOST_RUNNING = 2048
 class Replica(msgspec.Struct, frozen=True):
     """The inputs that determine the kernels of a row."""
 
+    engine: str
     model: str
     gpu: str
     dtype: str
@@ -167,9 +168,8 @@ def full_load(row: ServingRow, constants: Overheads) -> float:
 def replica_of(row: ServingRow) -> Replica:
     """Return the replica that a row was measured on."""
     is_narrow = row.dtype == "fp8" and row.engine.startswith("tensorrt")
-    return Replica(
-        row.model, row.gpu, row.dtype, row.tensor_parallel, row.expert_parallel, is_narrow
-    )
+    degrees = row.tensor_parallel, row.expert_parallel
+    return Replica(row.engine, row.model, row.gpu, row.dtype, *degrees, is_narrow)
 
 
 @cache
@@ -187,7 +187,7 @@ def prefill_curve(replica: Replica, constants: Overheads, *, is_mixed: bool) -> 
 
 
 def _shard(replica: Replica, constants: Overheads) -> Shard:
-    engine = msgspec.structs.replace(load_engine("streamrl"), constants=constants)
+    engine = msgspec.structs.replace(load_engine(replica.engine), constants=constants)
     cache_dtype = "fp8" if replica.has_narrow_cache else None
     kernels = Kernels(replica.gpu, replica.dtype, cache_dtype=cache_dtype)
     model = load_model(ModelConfig(name=replica.model))

@@ -160,6 +160,8 @@ HEAD_DIM = 128
 """Width of a head in every attention table."""
 LATENT_DIM, LATENT_ROPE_DIM = 512, 64
 """Widths of DeepSeek-V3's compressed keys and values, the only measured ones."""
+LATENT_HIDDEN, LATENT_QUERY_RANK, LATENT_HEAD = 7168, 1536, 128
+"""DeepSeek-V3's residual stream, compressed queries, and a head without its rotary part."""
 
 LINEAR_CHUNK = 64
 """Tokens of a chunk in gated delta kernels (flash-linear-attention)."""
@@ -252,6 +254,16 @@ def _latent_decode_attention(axes: Axes, width: float) -> Work:
     return Work(flops, width * read * (LATENT_DIM + LATENT_ROPE_DIM), NOTHING)
 
 
+def _latent_projections(axes: Axes, width: float) -> Work:
+    """Return the work of DeepSeek-V3's products around latent attention, with absorbed projections."""
+    heads, tokens = axes["heads"], axes["tokens"]
+    per_head = LATENT_DIM * 2 * LATENT_HEAD + LATENT_HIDDEN * LATENT_HEAD
+    per_head += LATENT_QUERY_RANK * (LATENT_HEAD + LATENT_ROPE_DIM)
+    shared = LATENT_HIDDEN * (LATENT_QUERY_RANK + LATENT_DIM + LATENT_ROPE_DIM)
+    weights = shared + heads * per_head
+    return Work(2 * tokens * weights, width * (weights + 0 * tokens), NOTHING)
+
+
 def _linear_decode(axes: Axes, width: float) -> Work:
     """Return the work for one token of each rollout.
 
@@ -315,15 +327,19 @@ def _ring(factor: float) -> Callable[[Axes, float], Work]:
 
 OPERATORS = {
     "gemm": Operator(_gemm),
+    "quantised_gemm": Operator(_gemm),
     "quantise": Operator(_quantise),
     "decode_attention": Operator(_decode_attention, _caches, fills_holes=False, reads_caches=True),
     "prefill_attention": Operator(_prefill_attention),
     "latent_decode_attention": Operator(
         _latent_decode_attention, fills_holes=False, reads_caches=True
     ),
+    "latent_projections": Operator(_latent_projections),
     "linear_decode": Operator(_linear_decode),
     "linear_prefill": Operator(_linear_prefill),
     "moe": Operator(_moe),
+    "masked_moe": Operator(_moe),
+    "contiguous_moe": Operator(_moe),
     "all_reduce": Operator(_ring(2.0), is_collective=True),
     "all_gather": Operator(_ring(1.0), is_collective=True),
     "all_to_all": Operator(_ring(1.0), is_collective=True),
@@ -338,7 +354,7 @@ MOST_FALLS = 0.25
 """Maximum share of falls in a table. H100's all-to-all has 20 %, all other tables have under 8 %."""
 MOST_TOO_FAST = 0.01
 """Maximum share of cells that beat the datasheet. Small shapes do, because they stay in the L2 cache between calls."""
-UNCERTAIN = ("moe",)
+UNCERTAIN = ("moe", "masked_moe", "contiguous_moe")
 """Operators whose traffic depends on the router's choices, which a table does not state."""
 
 

@@ -9,6 +9,7 @@ Formats narrower than 16 bits have scales:
 | int8   | 8    | 4 bytes, a row          | SmoothQuant (arXiv 2211.10438), as vLLM's w8a8                       |
 | int4   | 4    | 2.5 bytes, 128 values   | AWQ (arXiv 2306.00978): a scale of 16 bits, a zero point of 4        |
 | nvfp4  | 4    | 1 byte, 16 values       | NVIDIA, "Introducing NVFP4" (2025): e4m3 scales                      |
+| mxfp4  | 4    | 1 byte, 32 values       | OCP Microscaling Formats 1.0, as gpt-oss (arXiv 2508.10925)          |
 
 Only the linear layers of attention, MLPs and experts are quantised. Embeddings, head, norms and routers
 stay wide, as in the checkpoints of these sources.
@@ -48,10 +49,16 @@ FORMATS = {
     "int8": Format(8, ROW, 4.0),
     "int4": Format(4, 128, 2.5),
     "nvfp4": Format(4, 16, 1.0),
+    "mxfp4": Format(4, 32, 1.0),
 }
-WEIGHT_ONLY = ("int4",)
+WEIGHT_ONLY = ("int4", "mxfp4")
 """Formats that no GPU multiplies. They are always widened before each product."""
 KNOWN = {*BYTES, *FORMATS}
+OF_EXPERTS = ("int4", "nvfp4", "mxfp4")
+"""Formats that checkpoints of mixtures use for experts alone, with attention in 16 bits. Sources: the
+quantisation of gpt-oss, Kimi-K2.5 (int4), and NVIDIA's nvfp4 checkpoints of DeepSeek-V3.1 (but for the output
+projection), Kimi-K2.6, MiniMax-M2.5 and Qwen3.5, as PyPI aiconfigurator-core 0.12.0 has their configs.
+"""
 
 
 def is_narrow(dtype: str) -> bool:

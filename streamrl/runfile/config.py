@@ -54,6 +54,10 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     """Source of the overhead of a decode step besides its operators: an engine and version in
     `profiles/engines`.
     """
+    engine_version: str | None = None
+    """Version of the engine that replicas will run, such as "0.24.0". Bands are wider if it is not a
+    version of `costs.engine`. Absent: the profile's own version.
+    """
     calibration: str | None = None
     """A TOML file from `streamrl calibrate`, with factors by stage and seconds of each step. The
     two factors below apply in addition.

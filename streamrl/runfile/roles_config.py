@@ -18,9 +18,11 @@ from streamrl.runfile.units import Duration, Size
 
 WideDtype = Literal["bfloat16", "float16", "float32"]
 """Number formats without scales."""
-WeightDtype = Literal["bfloat16", "float16", "float32", "fp8", "mxfp8", "int8", "int4", "nvfp4"]
+WeightDtype = Literal[
+    "bfloat16", "float16", "float32", "fp8", "mxfp8", "int8", "int4", "nvfp4", "mxfp4"
+]
 """Formats of replica weights. Scales: fp8 one per block of 128 x 128 or per row; mxfp8 per 32
-values; int8 per row; int4 per 128 values; nvfp4 per 16 values.
+values; int8 per row; int4 per 128 values; nvfp4 per 16 values; mxfp4 per 32 values.
 """
 CacheDtype = Literal["bfloat16", "float16", "float32", "fp8"]
 """Formats of keys and values in a replica."""
