@@ -29,6 +29,7 @@ from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import PROFILES
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.overheads import Overheads, load_engine
+from streamrl.sim.fidelity.served import covered, predict_range
 from streamrl.sim.fidelity.serving import ServingRow, predict, read_serving
 
 DATE = datetime.date(2026, 11, 21)
@@ -45,9 +46,9 @@ separate it from `logit`, because their vocabularies have similar sizes. Either 
 them as well.
 """
 
-GAPS = load_engine("vllm-0.11").constants.layer
-"""Seconds between the kernels of a layer with CUDA graphs, for engines whose rows do not determine
-it.
+STEP, GAPS = (getattr(load_engine("vllm-0.11").constants, term) for term in ("step", "layer"))
+"""Seconds of a step, and between the kernels of a layer, with CUDA graphs. For engines whose rows do
+not determine them.
 """
 LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
 """Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
@@ -67,9 +68,13 @@ class Fit:
     """The constants to fit, and the rows of an engine to fit them to."""
 
     name: str
+    versions: tuple[str, ...]
     terms: tuple[str, ...]
     start: Overheads = field(default_factory=Overheads)
-    """Constants from other sources, and the kernels that the engine uses."""
+    """Constants from other sources, and what its kernels do."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Backend of its kernels' tables. The profile must have them before a fit."""
+    mixes_prefill: bool = True
     is_fitted: Callable[[ServingRow], bool] = lambda row: True
     note: str = ""
 
@@ -77,6 +82,7 @@ class Fit:
 FITS = {
     "vllm-0.11": Fit(
         name="vLLM 0.11.1, async scheduling, CUDA graphs",
+        versions=("0.11", "0.12", "0.13", "0.14"),
         terms=("step", "layer", "logit"),
         start=Overheads(
             request=REQUEST,
@@ -92,8 +98,18 @@ FITS = {
         "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob` and "
         "`log_prob_step` from pull 57442",
     ),
+    "vllm-0.19": Fit(
+        name="vLLM 0.15 to 0.19",
+        versions=("0.15", "0.16", "0.17", "0.18", "0.19"),
+        terms=(),
+        start=Overheads(step=STEP, layer=GAPS, log_prob_step=LOG_PROB_STEP, log_prob=LOG_PROB),
+        kernels={"gemm.fp8": "sglang", "all_reduce": "trtllm"},
+        note="nothing: `step` and `layer` are those of vLLM 0.11; asynchronous scheduling hides the work for each "
+        "request, and greedy sampling sorts no logits; experts in fp8 are no longer padded",
+    ),
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
+        versions=("0.6",),
         terms=("step", "layer"),
         start=Overheads(request=REQUEST),
         is_fitted=lambda row: row.version == "0.6.3",
@@ -101,8 +117,9 @@ FITS = {
     ),
     "vllm-0.2": Fit(
         name="vLLM of 2023, without CUDA graphs",
+        versions=("0.1", "0.2"),
         terms=("step", "layer", "request"),
-        start=Overheads(all_reduce="nccl"),
+        kernels={"all_reduce": "nccl"},
         note="hosts of two kinds, which no constant tells apart; all-reduces of NCCL, as it had no other; each query "
         "head reads keys and values, but out of the L2 cache: from 192 to 8,256 tokens a step of one rollout grows by "
         "3.6 ms on two A100, where one read a group is 1.3 and one a head 15; launches, a host each and other reads were "
@@ -110,38 +127,51 @@ FITS = {
     ),
     "sglang-0.4": Fit(
         name="SGLang 0.4.6, CUDA graphs",
+        versions=("0.4",),
         terms=("slowdown", "step", "layer"),
         start=Overheads(request=REQUEST, log_prob_step=SYNCHRONIZATION),
         note="batch 1 on H20, so `request` is the paper's; `slowdown`: weights and cache are read at half the "
         "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model; `log_prob_step` from pull 20972",
     ),
     "sglang-0.5": Fit(
-        name="SGLang 0.5.6 and 0.5.7, CUDA graphs",
+        name="SGLang 0.5, CUDA graphs",
+        versions=("0.5",),
         terms=(),
         start=Overheads(
             request=REQUEST,
             layer=GAPS,
             log_prob_step=SYNCHRONIZATION,
             fuses_shared_experts=True,
+            quantises_apart=True,
         ),
+        kernels={"gemm.fp8": "sglang", "all_reduce": "sglang"},
+        mixes_prefill=False,
         note="nothing is fitted, as three shapes on as many GPUs do not tell a constant from an error of a GPU's tables: "
         "`request` is the paper's, `layer` that of vLLM 0.11, another engine with CUDA graphs, `log_prob_step` from pull 20972",
     ),
     "tensorrt-llm-1.0": Fit(
-        name="TensorRT-LLM 1.0 and 1.2, PyTorch back end",
+        name="TensorRT-LLM 1.0 to 1.3, PyTorch back end",
+        versions=("1.0", "1.1", "1.2", "1.3"),
         terms=("step", "layer", "request"),
-        start=Overheads(narrow_attention="trtllm"),
+        kernels={
+            "gemm.fp8": "trtllm",
+            "decode_attention.fp8": "trtllm",
+            "all_reduce": "trtllm",
+        },
         note="throughput at full load in fp8 on H100 and H200",
     ),
     "tensorrt-llm-0.5": Fit(
         name="TensorRT-LLM 0.5.0 and 0.6.1",
+        versions=("0.5", "0.6"),
         terms=("step", "layer"),
-        start=Overheads(reads_cache_per_head=True, narrow_attention="trtllm"),
+        start=Overheads(reads_cache_per_head=True),
+        kernels={"decode_attention.fp8": "trtllm"},
         note="each query head reads keys and values (issue 407), which the L2 cache of A100 softens; one read a group was "
         "tried and met these rows worse",
     ),
     "transformers-4.51": Fit(
         name="Hugging Face Transformers 4.51.3, eager",
+        versions=("4.51",),
         terms=("launch",),
         note="batch 1 and contexts of up to 2,000 tokens on H20",
     ),
@@ -261,20 +291,26 @@ def held_out_errors(engine: str) -> Floats:
 def engine_profile(engine: str) -> str:
     """Return the profile of an engine as TOML text."""
     plan, rows = FITS[engine], rows_of(engine)
-    sources = "; ".join(sorted({row.source for row in rows}))
+    sources = "; ".join(sorted({row.source for row in rows})) or "no rows"
+    fitted_on = ", ".join(sorted({row.model for row in rows}))
     lines = [
         f'name = "{plan.name}"',
         f'source = "overheads of {plan.name}, fitted by benchmarks/fit_decode.py to {sources}"',
         'licence = "facts; the fit Apache-2.0"',
         f"date = {DATE}",
-        f'fitted_on = "{plan.note}: {", ".join(sorted({row.model for row in rows}))}"',
+        f'fitted_on = "{": ".join(filter(None, (plan.note, fitted_on)))}"',
+        f"versions = {json.dumps(plan.versions)}",
         f"gpus = {json.dumps(_answered(rows))}",
-        f"rows = {len(rows)}",
+        f"rows = {len(rows) or sum(point.engine == engine for point in covered())}",
         *_narrow_gpus(engine, rows),
+        *(("mixes_prefill = false",) * (not plan.mixes_prefill)),
         "",
         "[constants]",
         *_lines(fit(engine, rows)),
     ]
+    if plan.kernels:
+        lines += ["", "[kernels]"]
+        lines += [f'"{key}" = "{backend}"' for key, backend in plan.kernels.items()]
     found = left_out(engine)
     if found:
         errors = held_out_errors(engine)
@@ -288,9 +324,51 @@ def engine_profile(engine: str) -> str:
             *_summary(errors),
         ]
     lines += _errors_in_fp8(engine, rows)
+    for gpu, some in served_errors(engine).items():
+        lines += ["", f"[served.{gpu}]{NOTE_OF_SERVED}", *_summary(some)]
+    others = other_version_errors(engine)
+    if len(others):
+        lines += ["", f"[other_versions]{NOTE_OF_OTHERS}", *_summary(others)]
     for shape, constants in found.items():
         lines += ["", f'[left_out."{shape}"]', *_lines(constants)]
     return "\n".join([*lines, ""])
+
+
+NOTE_OF_SERVED = "                  # of served points, to which nothing is fitted"
+NOTE_OF_OTHERS = "               # of the rows of neighbouring versions"
+
+
+def served_errors(engine: str) -> dict[str, Floats]:
+    """Return the relative errors of served points with known inputs, by GPU with `FEWEST_ROWS` or more."""
+    found: dict[str, list[float]] = {}
+    for point in covered():
+        if point.engine == engine:
+            low, high = predict_range(point)
+            if high == low:
+                found.setdefault(point.gpu, []).append(low / point.tpot - 1)
+    counted = sorted(found.items())
+    return {gpu: np.array(some) for gpu, some in counted if len(some) >= FEWEST_ROWS}
+
+
+def other_version_errors(engine: str) -> Floats:
+    """Return the relative errors of the rows of neighbouring versions, predicted as if of this one."""
+    constants, others = load_engine(engine).constants, neighbours(engine)
+    rows = [row for row in read_serving() if row.engine in others and row.kind != "busy step"]
+    errors = [predict(replace(row, engine=engine), constants) / row.value - 1 for row in rows]
+    for point in covered():
+        if point.engine in others:
+            low, high = predict_range(replace(point, engine=engine))
+            errors += [low / point.tpot - 1] * (low == high)
+    return np.array(errors)
+
+
+def neighbours(engine: str) -> list[str]:
+    """Return the profiles of the same engine just before and after a version."""
+    family = engine.rpartition("-")[0]
+    alike = [name for name in FITS if name.rpartition("-")[0] == family]
+    alike.sort(key=lambda name: [int(part) for part in name.rpartition("-")[2].split(".")])
+    place = alike.index(engine)
+    return [*alike[max(0, place - 1) : place], *alike[place + 1 : place + 2]]
 
 
 def _narrow_rows(engine: str, fitted: Sequence[ServingRow]) -> list[ServingRow]:
@@ -340,8 +418,6 @@ def _lines(constants: Overheads) -> list[str]:
         "log_prob": f'"{constants.log_prob * 1e6:.4g} us"',
         "log_prob_step": f'"{constants.log_prob_step * 1e6:.4g} us"',
         "reads_cache_per_head": "true",
-        "all_reduce": f'"{constants.all_reduce}"',
-        "narrow_attention": f'"{constants.narrow_attention}"',
         "quantises_apart": "true",
         "pads_experts": json.dumps(constants.pads_experts),
         "fuses_shared_experts": "true",

@@ -42,6 +42,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Whether constants of the prediction were fitted to rows of this shape."""
     left_out: float | None = None
     """The prediction with constants that were fitted without this shape."""
+    beside: tuple[float, float] | None = None
+    """Another tool's prediction of the row."""
+    partitions: tuple[str, ...] = ()
+    """Groups of summaries, if the row counts in several."""
     note: str = ""
     """Unknown inputs, and assumptions about them."""
     source: str
@@ -54,6 +58,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """
         predicted = middle(self.predicted) if self.left_out is None else self.left_out
         return predicted / middle(self.published) - 1
+
+    @property
+    def error_beside(self) -> float | None:
+        """Return the relative error of the other tool's prediction; None if it has none."""
+        return None if self.beside is None else middle(self.beside) / middle(self.published) - 1
 
     @property
     def width(self) -> float:
@@ -86,12 +95,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
     in_band: float | None = None
     """Share of the published figures that are in the bands of their predictions, of those with a band."""
+    rows_beside: int = 0
+    """Rows that another tool predicts too."""
+    median_beside: float | None = None
+    """Median of that tool's absolute errors; None if it predicts no row."""
 
 
 def summarise(rows: Sequence[Row]) -> Summary:
     """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])
     in_band = [row.is_in_band for row in rows if row.is_in_band is not None]
+    others = np.array([row.error_beside for row in rows if row.error_beside is not None])
     return Summary(
         rows=len(rows),
         median=float(np.median(abs(errors))),
@@ -99,30 +113,44 @@ def summarise(rows: Sequence[Row]) -> Summary:
         bias=float(np.median(errors)),
         width=float(np.median([row.width for row in rows])),
         in_band=fmean(in_band) if in_band else None,
+        rows_beside=len(others),
+        median_beside=float(np.median(abs(others))) if len(others) else None,
     )
 
 
-def grouped(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each group, in order of appearance."""
+def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each group, in order of appearance; a row with partitions is in each of them."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    return groups
+        for name in row.partitions or (row.group,):
+            groups.setdefault(name, []).append(row)
+    is_sorted = any(row.partitions for row in rows)
+    return dict(sorted(groups.items())) if is_sorted else groups
 
 
 def group_table(rows: Sequence[Row], title: str) -> Table:
     """Lay out the errors of each group and of all rows for the terminal."""
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("group")
-    for name in ("rows", "median", "p90", "bias", "range", "in band"):
+    has_other = any(row.beside is not None for row in rows)
+    names = ("rows", "median", "p90", "bias", "range", "in band")
+    for name in (*names, *(("AIConfigurator",) * has_other)):
         table.add_column(name, justify="right", no_wrap=True)
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
         width = f"{found.width:.0%}" if found.width > 0 else ""
         in_band = "" if found.in_band is None else f"{found.in_band:.0%}"
         figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", width, in_band
-        table.add_row(name, str(found.rows), *figures)
+        table.add_row(name, str(found.rows), *figures, *((beside_text(found),) * has_other))
     return table
+
+
+def beside_text(found: Summary) -> str:
+    """Return the median error of the other tool, and its rows if it has fewer."""
+    if found.median_beside is None:
+        return ""
+    some = f" of {found.rows_beside}" if found.rows_beside < found.rows else ""
+    return f"{found.median_beside:.1%}{some}"
 
 
 def row_table(rows: Iterable[Row], title: str) -> Table:

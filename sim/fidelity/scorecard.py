@@ -15,19 +15,31 @@ from streamrl.sim.fidelity.published_rows import (
     Evidence,
     Row,
     Summary,
+    beside_text,
     grouped,
     range_text,
     summarise,
 )
+from streamrl.sim.fidelity.served import covered, read_served
 
 HISTORY = "fidelity-history.csv"
 STRANGERS = scaled_errors()
 """Errors of measured GPUs that are predicted from other generations."""
 TITLES = {
     "serving": "Serving: decode steps, requests and full load",
+    "served": "Served points with known inputs: milliseconds per output token under load",
+    "served-ranges": "Served points with unknown inputs: workers, kind of ranks or draft tokens",
     "training": "Training: seconds of an optimizer step",
     "steps": "Steps of RL: stages of published runs",
     "memory": "Memory of replicas: KV cache that engines log at their start",
+}
+NOTES = {
+    "served": "One line in the sample of AIConfigurator is one point; a third of the lines repeat a measurement of another file. "
+    f"{len(covered())} of its {len(read_served())} points have a prediction: the layout of the others is unknown. The last column has the "
+    "median errors of AIConfigurator 0.12.0 for the same points, and their number if it predicts fewer.",
+    "served-ranges": "The sample does not state the number of decode workers, whether GPUs are tensor or attention ranks, or whether draft "
+    "tokens were used. A point is the range over all of them, and its error is that of the geometric middle. "
+    "*in band* is the share of published values within the range.",
 }
 HOW_TO_READ = (
     "In the tables below:",
@@ -81,13 +93,19 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             "",
             f"`streamrl validate {name} --rows` prints each row.",
         )
+        if name in NOTES:
+            yield from ("", NOTES[name])
+        has_other = any(row.beside is not None for row in rows)
         yield from (
             "",
-            "| group | rows | median | p90 | bias | range | in band |",
-            "|---|---|---|---|---|---|---|",
+            "| group | rows | median | p90 | bias | range | in band |"
+            + " AIConfigurator |" * has_other,
+            "|---|---|---|---|---|---|---|" + "---|" * has_other,
         )
         for group, some in (*grouped(rows).items(), ("all", rows)):
-            yield f"| {group} | {_figures(summarise(some))} |"
+            found = summarise(some)
+            beside = f" {beside_text(found)} |" if has_other else ""
+            yield f"| {group} | {_figures(found)} |{beside}"
         shown = [row for row in rows if _is_shown(name, row)]
         if shown:
             yield from (

@@ -39,11 +39,14 @@ from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterog
 from streamrl.sim.fidelity.published_rows import Row, group_table, grouped, row_table, summarise
 from streamrl.sim.fidelity.rl_steps import steps_rows
 from streamrl.sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
+from streamrl.sim.fidelity.served import known_rows, range_rows
 from streamrl.sim.fidelity.serving import serving_rows
 from streamrl.sim.fidelity.training_steps import training_rows
 
 ROWS: dict[str, Callable[[], list[Row]]] = {
     "serving": serving_rows,
+    "served": known_rows,
+    "served-ranges": range_rows,
     "training": training_rows,
     "steps": steps_rows,
     "memory": room_rows,
