@@ -87,6 +87,19 @@ def test_a_run_file_and_a_run_have_the_lengths_of_their_rollouts(tmp_path: Path)
     assert done["rollouts"] == 4 * run.algorithm.rollouts_per_step
 
 
+def test_a_histogram_that_starts_at_zero_has_no_empty_outputs(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("start,end,density\n0,10,0.1\n")
+    found = statistics_of(path)
+    assert found["longest"] == 10 and found["mean"] == pytest.approx(5.05, abs=0.05)
+
+
+def test_spaces_around_the_names_of_columns_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_id, output_tokens \na,5\nb,9\n")
+    assert statistics_of(path)["mean"] == 7
+
+
 def test_columns_are_of_data_sets_only() -> None:
     done = streamrl("lengths", "chat", "--field", "output_tokens=x")
     assert done.returncode == 2 and "--field applies only to data sets" in done.stderr
@@ -102,12 +115,26 @@ def test_columns_are_of_data_sets_only() -> None:
             "verl.log",
             "which has only means (856 output tokens); `streamrl import` makes a workload",
         ),
-        ("empty.csv", "empty.csv"),
+        ("empty.csv", "empty.csv is empty"),
+        ("header.csv", "header.csv is empty"),
+        ("empty.jsonl", "empty.jsonl is empty"),
+        ("none.jsonl", "has no rollouts: every output_tokens is an empty list"),
+        ("cut.jsonl", "cut.jsonl:2: not JSON"),
+        ("semicolon.csv", "its header is 'prompt_id;output_tokens'; separate columns with commas"),
     ],
 )
 def test_what_has_no_lengths_is_said_in_one_line(source: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "verl.log").write_text(MADE["verl"][1])
-    (tmp_path / "empty.csv").write_text("")
-    given = tmp_path / source if source.endswith((".log", ".csv")) else source
+    files = {
+        "verl.log": MADE["verl"][1],
+        "empty.csv": "",
+        "header.csv": "output_tokens\n",
+        "empty.jsonl": " \n",
+        "none.jsonl": '{"output_tokens": []}\n',
+        "cut.jsonl": '{"output_tokens": 5}\n{"output_to',
+        "semicolon.csv": "prompt_id;output_tokens\na;5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    given = tmp_path / source if source in files else source
     done = streamrl("lengths", given)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -342,6 +343,15 @@ def test_the_stages_of_torchforge_sum_up_to_its_step(tmp_path: Path) -> None:
     parts = (step.wait, step.train, step.sync, step.other)
     assert found.is_asynchronous and step.step_time is not None
     assert sum(part or 0.0 for part in parts) == pytest.approx(step.step_time, abs=0.5)
+
+
+def test_a_compressed_log_is_read_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "verl.log.gz"
+    path.write_bytes(gzip.compress(MADE["verl"][1].encode()))
+    assert list(read_measured_file(path).steps) == MADE["verl"][2]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"verl\.log\.gz: Compressed file ended"):
+        read_measured_file(path)
 
 
 def test_colours_of_a_terminal_and_names_of_ray_are_no_part_of_a_line(tmp_path: Path) -> None:

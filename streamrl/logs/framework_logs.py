@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from streamrl.logs.log_formats import Keys, LinePattern, LogFormat, known_format
 from streamrl.logs.measured_steps import COLUMNS, SECONDS, MeasuredStep, MeasuredSteps, parse_steps
 from streamrl.logs.printed_values import read_dict, read_number
 from streamrl.runfile.errors import shown
-from streamrl.workload.data_files import read_csv
+from streamrl.workload.data_files import read_bytes, read_csv
 
 Figures = dict[str, float]
 """Numbers by key."""
@@ -138,7 +139,7 @@ def read_records(path: Path, log: LogFormat) -> LogRecords:
         ValueError: the file cannot be read, or a line that should have figures does not.
     """
     found = LogRecords(path, log)
-    if path.suffix in (".csv", ".gz"):
+    if _is_table(path):
         _of_rows(found, ((f"{path}: row {n}", row) for n, row in enumerate(read_csv(path), 1)))
         return found
     text = _read_text(path)
@@ -150,11 +151,16 @@ def read_records(path: Path, log: LogFormat) -> LogRecords:
     return found
 
 
+def _is_table(path: Path) -> bool:
+    """Return whether a file is a CSV by its name, also a compressed one."""
+    return path.name.endswith((".csv", ".csv.gz"))
+
+
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig", errors="replace")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        return read_bytes(path).decode("utf-8-sig", errors="replace")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 SKIPPED = "is cut off and was skipped"
@@ -490,7 +496,7 @@ def read_measured_file(
 
 
 def _has_our_columns(path: Path) -> bool:
-    if path.suffix not in (".csv", ".gz"):
+    if not _is_table(path):
         return False
     rows = read_csv(path)
     return bool(rows) and bool(set(rows[0]) & set(SECONDS))
@@ -498,6 +504,8 @@ def _has_our_columns(path: Path) -> bool:
 
 def _find_format(path: Path) -> LogFormat:
     """Return the format that knows most columns of a file; raise `ValueError` if two know equally many."""
+    if not (read_csv(path) if _is_table(path) else _read_text(path).strip()):
+        raise ValueError(f"{path} is empty: it has no line of figures")
     scores: dict[str, int] = {}
     damaged: list[str] = []
     for name in known_formats():

@@ -16,7 +16,7 @@ from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
 from streamrl.logs.printed_values import read_number
 from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
-from streamrl.workload.data_files import read_csv, read_rows
+from streamrl.workload.data_files import read_csv, read_lines, read_rows
 
 Row = Mapping[str, object]
 
@@ -147,12 +147,19 @@ def looks_like_rollouts(path: str) -> bool:
     if file.suffix not in (".csv", ".gz", ".jsonl", ".json"):
         return False
     try:
-        rows = _read(path)
+        row = _first_row(path)
     except ValueError:
         return False
     known = load_columns()
     names = (*known.output_tokens, *known.turns, *known.requests, *known.request_totals, *TEXTS)
-    return bool(rows) and any(_has(rows[0], name) for name in names)
+    return row is not None and any(_has(row, name) for name in names)
+
+
+def _first_row(path: str) -> Row | None:
+    """Return the first row of a CSV or JSON file; None without rows. Later rows may be damaged."""
+    if path.endswith((".csv", ".csv.gz")):
+        return next(iter(read_csv(Path(path))), None)
+    return _only_object(Path(path)) or next(read_lines(Path(path)), None)
 
 
 def _single_requests(path: str, rows: Sequence[Row]) -> tuple[Sequence[Row], tuple[str, ...]]:
@@ -286,6 +293,8 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
     counted = None
     if tokens is not None:
         counted = list(of_prompts.values()) if has_prompts else of_rollouts
+    if not any(groups.values()):
+        raise ValueError(f"{path} has no rollouts: every {output or turns} is an empty list")
     records = list(_records(rows, prompt)) if prompt is not None and prompt in TEXTS else []
     return RecordedRollouts(list(groups.values()), counted, has_prompts, records)
 

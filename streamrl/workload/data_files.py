@@ -28,7 +28,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """
     try:
         reader = csv.DictReader(_lines(path))
-        _check_columns(path, reader.fieldnames or ())
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        _check_columns(path, reader.fieldnames)
         rows = list(reader)
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
@@ -40,9 +41,15 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+SEPARATORS = (";", "\t")
+"""Characters between columns in the tables of some programs."""
+
+
 def _check_columns(path: Path, names: Sequence[str]) -> None:
-    """Refuse two columns of one name, of which only the last would count."""
+    """Refuse two columns of one name, of which only the last would count, and a header without commas."""
     named = [name.strip() for name in names if name and name.strip()]
+    if len(named) == 1 and any(mark in named[0] for mark in SEPARATORS):
+        raise ValueError(f"{path}: its header is {named[0]!r}; separate columns with commas")
     for name in named:
         if named.count(name) > 1:
             raise ValueError(
@@ -127,10 +134,19 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
         yield _object(row, f"{path}:{number}")
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return the bytes of a file, decompressed if it is compressed by gzip.
+
+    Raises:
+        OSError, EOFError, zlib.error: the file cannot be read, or its compressed data is damaged.
+    """
+    data = path.read_bytes()
+    return gzip.decompress(data) if data.startswith(GZIP) else data
+
+
 def _read_text(path: Path, key: str) -> str:
     try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if data.startswith(GZIP) else data).decode("utf-8-sig")
+        return read_bytes(path).decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{key and f'{key}: '}{path} cannot be read: {error}") from None
 

@@ -390,6 +390,7 @@ class Histogram:
         u, v = rng.random((2, num_groups, group_size))
         bins = np.minimum(np.searchsorted(self._edges, u, side="right"), len(self._edges) - 1)
         lengths = np.rint(self._starts[bins] + v * self._widths[bins]).astype(np.int64)
+        lengths = np.maximum(1, lengths)  # the first bin may start at 0
         return lengths, np.full(num_groups, self._prompt_tokens)
 
 
