@@ -105,6 +105,10 @@ def _of_config(config: Mapping[str, object]) -> CheckpointFormat:
 def _grouped_dtype(groups: Mapping[str, object]) -> str:
     """Return the format of compressed-tensors' weights, whose groups must agree."""
     found = {_weights_dtype(group) for group in groups.values()}
+    if not found:
+        raise ValueError(
+            "quantization_config.config_groups has no group with the format of weights"
+        )
     if len(found) != 1:
         raise ValueError(
             f"quantization_config.config_groups has more than one format: {sorted(found)}"

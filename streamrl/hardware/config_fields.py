@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from streamrl.runfile.errors import shown
+
 _NO_SHAPE = re.compile(
     r".*token_ids?|.*token_index|.*_tokens?(_per_\w+)?|.*max_position_embeddings|original_max_position\w*|"
     r"n_positions|seq_length|model_max_length|initial_context_length|max_length|min_length|num_beams|"
@@ -36,6 +38,10 @@ _SHAPE_TEXT = re.compile(
     r".*(pattern|layer_type|layers_block|block_type|norm_type|attn_type|mixer|attention_type).*"
 )
 """Text fields that choose a kind of layer."""
+
+
+MOST_COUNT = 10**9
+"""Largest count of a field; no published model has one of more than a few millions."""
 
 
 class Fields:
@@ -77,6 +83,8 @@ class Fields:
             raise ValueError(f"{name} is missing")
         if type(value) is not int or value < least:  # `True` is an int
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if value > MOST_COUNT:
+            raise ValueError(f"{name} must be at most {MOST_COUNT:,}, got {shown(value)}")
         return value
 
     def count_or(self, default: int, *names: str, least: int = 0) -> int:
@@ -105,6 +113,13 @@ class Fields:
         value = self.value(name)
         if value is not None and not isinstance(value, list):
             raise ValueError(f"{name} must be a list, got {value!r}")
+        return value
+
+    def part(self, name: str) -> Mapping[str, object] | None:
+        """Return an object of fields; None without a value."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object, got {value!r}")
         return value
 
     def assume(self, text: str) -> None:

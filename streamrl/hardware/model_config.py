@@ -263,21 +263,21 @@ def _kinds(values: list[object], known: Mapping[str, str], name: str) -> list[st
 
 def _stated_kinds(fields: Fields, known: ModelType, total: int) -> dict[str, int] | None:
     """Return the number of layers of each kind; None if the file names none."""
-    types = fields.value("layer_types")
-    linear = fields.value("linear_attn_config")
-    pattern = fields.value("hybrid_layer_pattern")
+    types = fields.words("layer_types")
+    linear = fields.part("linear_attn_config")
+    pattern = fields.words("hybrid_layer_pattern")
     fields.read.update(
         ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern")
     )
     if (entries := _entries(fields)) is not None:
         return {FULL: entries[SPARSE_ENTRIES] + entries[DENSE_ENTRIES], **entries}
-    if isinstance(types, list):
+    if types is not None:
         return _of_layer_types(types, total)
-    if isinstance(linear, dict):
+    if linear is not None:
         return _of_listed_layers(linear, total)
-    if isinstance(pattern, list):
+    if pattern is not None:
         return _of_marks("hybrid_layer_pattern", pattern, total, {0: FULL, 1: SLIDING})
-    if isinstance(marks := fields.value("attn_type_list"), list):
+    if (marks := fields.words("attn_type_list")) is not None:
         return _of_marks("attn_type_list", marks, total, {1: FULL})
     if fields.has("attention_chunk_size") and fields.value("model_type") == "llama4_text":
         return _of_chunks(fields, total)
@@ -682,8 +682,8 @@ def _biases(fields: Fields, known: ModelType) -> tuple[bool, bool]:
 def _linear(fields: Fields, num_layers: int) -> LinearAttention | None:
     if not num_layers:
         return None
-    config = fields.value("linear_attn_config")
-    if isinstance(config, dict):
+    config = fields.part("linear_attn_config")
+    if config is not None:
         fields.read.update(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
         return _kimi_delta(Fields(config), num_layers)
     if fields.has("linear_num_heads"):
