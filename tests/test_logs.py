@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -179,23 +180,100 @@ def test_what_is_no_log_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "whole", "part"),
+    ("name", "whole", "part", "said"),
     [
         (
             "cut.jsonl",
             '{"step": 1, "data": {"timing_s/step": 2.0}}\n',
             '{"step": 2, "data": {"timing_s/st',
+            "the last line",
         ),
-        ("cut.log", "step:1 - timing_s/step:2.0\n", "step:2 - timing_s/step:2.0 - timing_s/gen:-"),
+        (
+            "cut.log",
+            "step:1 - timing_s/step:2.0\n",
+            "step:2 - timing_s/step:2.0 - timing_s/gen:-",
+            "timing_s/gen of the last line",
+        ),
     ],
 )
 def test_a_last_line_that_was_cut_off_is_left_out_and_said(
-    name: str, whole: str, part: str, tmp_path: Path
+    name: str, whole: str, part: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(whole + part)
     found = read_measured_file(tmp_path / name)
     assert found.steps[0].step_time == 2.0
-    assert f"{name}: the last line is cut off and was skipped" in found.notes
+    assert f"{name}: {said} is cut off and was skipped" in found.notes
+
+
+def test_a_last_value_without_an_end_of_its_line_is_no_other_number(tmp_path: Path) -> None:
+    steps = read(tmp_path, "prime.log", MADE["prime-rl"][1].partition("03.0 tokens")[0])
+    assert [(step.step, step.tokens_per_rollout) for step in steps] == [(28, 650.2), (29, None)]
+    only = MADE["prime-rl"][1].partition("Step 29")[0].partition("1.50s")[0]
+    with pytest.raises(ValueError, match=r"prime\.log: .*Time of the last line is cut off"):
+        read(tmp_path, "prime.log", only)
+
+
+def _labelled(label: str) -> Callable[[str], str]:
+    return lambda text: "".join(f"{label}{line}\n" for line in text.splitlines())
+
+
+AS_PRINTED: dict[str, Callable[[str], str | bytes]] = {
+    "srun": _labelled("0: "),
+    "torchrun": _labelled("[rank0]: "),
+    "Compose": _labelled("trainer-1  | "),
+    "Kubernetes": _labelled("2026-08-01T10:00:00.123456789Z stdout F "),
+    "Ray twice": _labelled("(Runner pid=12, ip=10.0.0.1) "),
+    "repeated": lambda text: text.replace("\n", " [repeated 8x across cluster]\n"),
+    "cursor": lambda text: text.replace("\n", "\x1b[?25h\n"),
+    "links": lambda text: text.replace("\n", "\x1b]8;;http://x\x1b\\\x1b]8;;\x1b\\\n"),
+    "PowerShell": lambda text: text.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("how", AS_PRINTED)
+@pytest.mark.parametrize("name", known_formats())
+def test_what_launchers_and_terminals_add_to_lines_does_not_count(
+    name: str, how: str, tmp_path: Path
+) -> None:
+    file, text, expected = MADE[name]
+    shown = AS_PRINTED[how](text)
+    (tmp_path / file).write_bytes(shown if isinstance(shown, bytes) else shown.encode())
+    assert list(read_measured_file(tmp_path / file).steps) == expected
+
+
+def test_a_line_of_another_worker_does_not_continue_a_line_of_verl(tmp_path: Path) -> None:
+    other = "(Worker pid=99) INFO loads weights from - https://host:8000 now\n"
+    text = "".join(f"{line}\n{other}" for line in MADE["verl"][1].splitlines())
+    assert read(tmp_path, "verl.log", text) == MADE["verl"][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("prime-rl", "41.50s -> nan", "Time must be a finite number"),
+        ("prime-rl", "41.50s -> 41 ms", "Time must be a finite number, got ' 41 ms'"),
+        ("prime-rl", "1,040.5 tokens/s -> 10,40.5 tokens/s", "Throughput must be a finite number"),
+        ("areal", "4.1500e+01 -> N/A", "timeperf/rollout must be a finite number, got 'N/A'"),
+        ("areal", "4.1500e+01 -> ", "timeperf/rollout must be a finite number"),
+    ],
+)
+def test_a_value_that_is_no_number_is_not_left_out(
+    name: str, value: str, said: str, tmp_path: Path
+) -> None:
+    file, text, _ = MADE[name]
+    (tmp_path / file).write_text(text.replace(*value.split(" -> "), 1))
+    with pytest.raises(ValueError, match=said):
+        read_measured_file(tmp_path / file)
+
+
+def test_two_runs_of_trl_are_refused_and_a_line_that_was_printed_twice_is_one_step(
+    tmp_path: Path,
+) -> None:
+    text = MADE["trl"][1]
+    twice = "".join(f"{line}\n{line}\n" for line in text.splitlines())
+    assert read(tmp_path, "trl.log", twice) == MADE["trl"][2]
+    with pytest.raises(ValueError, match=r"num_tokens falls from 123200 to 61600.*split it"):
+        read(tmp_path, "trl.log", text + text)
 
 
 def test_what_two_handlers_wrote_alike_is_one_step(tmp_path: Path) -> None:

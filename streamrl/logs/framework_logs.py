@@ -8,6 +8,7 @@ during writing is left out with a note.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import zlib
@@ -48,8 +49,14 @@ class LogRecords:
     notes: list[str] = field(default_factory=list)
     progress: dict[int, float] = field(default_factory=dict)
     """Seconds of a step, by the number that a progress bar shows."""
+    highest: Figures = field(default_factory=dict)
+    """Highest value of each key that only rises in a run."""
     current: int | None = None
     """The step that the last line with a step named."""
+    last: Figures = field(default_factory=dict)
+    """All numbers of the last line with figures."""
+    cut: str | None = None
+    """The last key of a last line without an end, whose value may be cut off."""
     is_complete: bool = True
     """Whether the last step ended, if the format has lines that say so."""
     columns: dict[str, str] = field(init=False)
@@ -102,6 +109,18 @@ class LogRecords:
             if own is not None and is_known and own.setdefault(key, figures[key]) != figures[key]:
                 self.damage.append(f"{where}: step {step - 1} is logged twice: {key}")
         return {key: value for key, value in figures.items() if key not in late}
+
+    def check_rising(self, figures: Figures, where: str) -> None:
+        """Note damage if a key that only rises in a run falls."""
+        for key in self.log.rising:
+            value = figures.get(key)
+            if value is not None and value < self.highest.get(key, -inf):
+                text = f"{key} falls from {self.highest[key]:g} to {value:g}"
+                self.damage.append(
+                    f"{where}: {text}. If the file has two runs, or one that was resumed, split it"
+                )
+            if value is not None:
+                self.highest[key] = max(value, self.highest.get(key, -inf))
 
     def add(self, figures: Figures) -> None:
         """Add figures to the current step, which may have the same keys already."""
@@ -158,7 +177,9 @@ def _is_table(path: Path) -> bool:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_bytes(path).decode("utf-8-sig", errors="replace")
+        data = read_bytes(path)
+        is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return data.decode("utf-16" if is_wide else "utf-8-sig", errors="replace")
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -217,15 +238,19 @@ def _of_rows(found: LogRecords, rows: Iterable[PlacedRow]) -> None:
         found.enter(int(step), figures, where)
 
 
+OPEN_ENDED = ("pairs", "bars", "item")
+"""Kinds of lines without a mark at their end."""
 SEPARATORS = {"pairs": " - ", "bars": " | "}
 """What is between the values of a line, by kind of line."""
 CONTINUATIONS = {
-    "pairs": re.compile(r"(^|.*\s)-\s\S+:\S|^\S+:[-+.\deE]+\s*$|^[-+.\deE]+\s*$"),
+    "pairs": re.compile(
+        r"(?!.*[^\s,-]\s+[^\s-])(?:(^|.*\s)-\s\S+:\S|^\S+:[-+.\deE]+\s*$|^[-+.\deE]+\s*$)"
+    ),
     "bars": re.compile(
         r".*\|\s[^|:]+:\s\S|^[^|:]*:\s*[-+.,\d]+\S*( \S+)?\s*$|^[-+.,\d]+\S*( \S+)?\s*$"
     ),
 }
-"""The rest of a line that a terminal wrapped, by kind of line."""
+"""The rest of a line that a terminal wrapped, by kind of line. Two words without a dash between them are no pairs."""
 MOST_IN_RECORD = 5000
 """Maximum lines of a record."""
 MOST_WRAPPED = 200
@@ -234,16 +259,27 @@ MOST_WRAPPED = 200
 Patterns = list[tuple[LinePattern, re.Pattern[str]]]
 
 
-MARKS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-"""Colours and other commands for a terminal."""
-RAY = re.compile(r"^\([\w.:]+ pid=\d+(?:, ip=[^)]*)?\) ?")
-"""What Ray puts before each line of a worker."""
+MARKS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
+"""Colours, links and other commands for a terminal, as ECMA-48 writes them."""
+LABELS = re.compile(
+    r"^(?:"
+    r"\([\w.:]+ pid=\d+(?:, ip=[^)]*)?\) ?"  # Ray
+    r"|\[(?:rank|default)\d+\]: ?"  # torch and torchrun
+    r"|\d+: (?=\S| )"  # srun --label
+    r"|[\w.-]+-\d+\s+\| "  # Docker Compose
+    r"|\d{4}-\d\d-\d\dT[\d:.]+Z (?:std(?:out|err) [FP] )?"  # Kubernetes
+    r")+"
+)
+"""Labels that launchers put before each line of a worker."""
+REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+"""What Ray puts after a line that several workers printed."""
 
 
 @lru_cache(maxsize=1)  # every format reads the same file
 def _plain_lines(text: str) -> list[str]:
-    """Return the lines of a text without colours and names of Ray's workers."""
-    return [RAY.sub("", line) for line in re.split(r"[\r\n]+", MARKS.sub("", text))]
+    """Return the lines of a text without colours and labels of workers."""
+    lines = re.split(r"[\r\n]+", MARKS.sub("", text))
+    return [REPEATED.sub("", LABELS.sub("", line)) for line in lines]
 
 
 def _of_lines(found: LogRecords, text: str) -> None:
@@ -262,9 +298,10 @@ def _of_lines(found: LogRecords, text: str) -> None:
 
 
 def _lacks_keys(found: LogRecords) -> bool:
-    """Return whether the last step has not all keys that every earlier step has."""
+    """Return whether the last step has not all keys that every earlier step has, other than a cut one."""
     known = [set(figures) & set(found.columns) for figures in found.steps.values()]
-    return len(known) > 1 and not set.intersection(*known[:-1]) - set(found.log.late) <= known[-1]
+    missing = {*found.log.late, found.cut}
+    return len(known) > 1 and not set.intersection(*known[:-1]) - missing <= known[-1]
 
 
 def _records(lines: list[str], begin: str) -> list[str]:
@@ -287,16 +324,19 @@ def _read_lines(found: LogRecords, lines: list[str], kinds: tuple[LinePattern, .
         pattern, match = _match(line, patterns)
         if pattern is not None and match is not None:
             where = f"{found.path}:{first}"
+            is_cut = 1 < last == len(lines)  # or text of one line, which somebody copied
             try:
-                _take_line(found, pattern, match, where)
+                _take_line(found, pattern, match, where, is_cut=is_cut)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
         if last == len(lines):  # a complete last line would have an empty one after it
             found.cut_off(damaged)
 
 
-def _take_line(found: LogRecords, pattern: LinePattern, match: re.Match[str], where: str) -> None:
-    """Enter the content of a line."""
+def _take_line(
+    found: LogRecords, pattern: LinePattern, match: re.Match[str], where: str, *, is_cut: bool
+) -> None:
+    """Enter the content of a line, without its last value if the line may be cut off there."""
     match pattern.reads:
         case "step":
             found.current = int(match["step"])
@@ -310,7 +350,17 @@ def _take_line(found: LogRecords, pattern: LinePattern, match: re.Match[str], wh
         case "progress":
             found.progress[int(match["step"])] = _seconds_of(match)
         case _:
-            figures = found.numbers(_values(pattern, match), where)
+            values = _values(pattern, match)
+            if is_cut and pattern.reads in OPEN_ENDED and values:
+                *_, found.cut = values
+                values = {key: value for key, value in values.items() if key != found.cut}
+                if found.cut in found.columns:
+                    found.notes.append(f"{found.path.name}: {found.cut} of the last line {SKIPPED}")
+            figures = found.numbers(values, where)
+            if figures == found.last and not figures.keys().isdisjoint(found.log.rising):
+                return  # two handlers wrote it
+            found.last = figures
+            found.check_rising(figures, where)
             if pattern in found.log.unnumbered:
                 found.add(figures)
             else:
@@ -432,26 +482,28 @@ def _values(pattern: LinePattern, match: re.Match[str]) -> Mapping[str, object]:
     found = {key.strip(): value for key, _, value in pairs}
     if pattern.reads == "pairs":
         return found
-    numbers = ((key, _WITH_UNIT.match(value)) for key, value in found.items())
-    return {key: number[1].replace(",", "") for key, number in numbers if number is not None}
+    numbers = {key: _WITH_UNIT.fullmatch(value) for key, value in found.items()}
+    return {
+        key: value if (number := numbers[key]) is None else number[1].replace(",", "")
+        for key, value in found.items()
+    }
 
 
 BORDER = re.compile(r"[╞╘├][═─╤┼╧╪]+[╡╛┤]|[═╤]+╕")
 
 
 def _cells(table: str) -> Mapping[str, object]:
-    """Return the figures of a table: every number with the text before it."""
+    """Return the figures of a table: every text with the cell after it."""
     cells = [cell.strip() for cell in BORDER.sub("│", table).split("│")]
     filled = [cell for cell in cells if cell]
-    return {
-        key: value
-        for key, value in pairwise(filled)
-        if read_number(value) is not None and read_number(key) is None
-    }
+    return {key: value for key, value in pairwise(filled) if read_number(key) is None}
 
 
-_WITH_UNIT = re.compile(r"\s*([-+]?[\d,]*\.?\d+)")
-"""A number before its unit, with commas between thousands."""
+_WITH_UNIT = re.compile(
+    r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?)(?:s| ?[a-z]+/[a-z]+)?\s*",
+    re.IGNORECASE,
+)
+"""A number before its unit, which is seconds or a rate, with commas between thousands."""
 PROGRESS = "step_time"
 """The column that a progress bar fills."""
 
@@ -508,6 +560,7 @@ def _find_format(path: Path) -> LogFormat:
         raise ValueError(f"{path} is empty: it has no line of figures")
     scores: dict[str, int] = {}
     damaged: list[str] = []
+    cut: list[str] = []
     for name in known_formats():
         log = load_format(name)
         try:
@@ -516,12 +569,15 @@ def _find_format(path: Path) -> LogFormat:
             damaged.append(str(error))
             continue  # or the lines are of another format
         damaged += found.damage[:1]
+        cut += [note for note in found.notes if note.endswith(SKIPPED)]
         both = (_columns(found.steps, log, known) for known in (False, True))
         scores[name] = len(set().union(*both))
     most = max(scores.values(), default=0)
     best = [name for name, score in scores.items() if score == most]
     if not most and damaged:
         raise ValueError(damaged[0])
+    if not most and cut:
+        raise ValueError(f"{path} has no whole step: {cut[0]}")
     if not most:
         formats = ", ".join([CSV, *known_formats()])
         raise ValueError(

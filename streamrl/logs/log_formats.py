@@ -85,6 +85,8 @@ class LogFormat(ProfileTable, frozen=True, kw_only=True):
     """An expression for the first line of a record. All lines up to the next record are read as one, because a record may
     have several lines, and a terminal may wrap them.
     """
+    rising: tuple[str, ...] = ()
+    """Keys that never fall during a run, of formats whose lines do not say their step."""
     late: dict[str, str] = msgspec.field(default_factory=dict)
     """Keys with the value of the step before, in rows that also have the second key."""
     columns: dict[str, Keys] = msgspec.field(default_factory=dict)

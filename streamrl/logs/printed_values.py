@@ -78,7 +78,7 @@ def _value(node: ast.expr) -> object:
             }
         case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
             return [_value(element) for element in elements]
-        case ast.Call(func, [argument, *_]) if _is_wrapper(func):
+        case ast.Call(func, [argument]) if _is_wrapper(func):
             return _value(argument)
         case _:
             pass
