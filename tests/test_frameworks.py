@@ -369,7 +369,7 @@ def test_an_engine_that_a_framework_has_not_is_told_warned_of_and_not_planned_wi
         "framework openrlhf generates with vllm" in each for each in framework_sources(resolve(run))
     )
     found = {each.name: each for each in examine(run) if each.level == "warning"}
-    assert found["framework-engine"].changes == {"costs.engine": "vllm-0.11"}
+    assert found["framework-engine"].changes == {"costs.engine": "vllm-0.19"}
     offer = load_run(OFFER, ["framework.name=slime", "costs.engine=vllm-0.11"])
     line = r"costs\.engine 'vllm-0\.11': framework slime generates with sglang"
     with pytest.raises(RunError, match=line):
