@@ -84,6 +84,26 @@ def test_dispatch_and_combine_take_what_was_published_of_them(ranks: int) -> Non
     assert combine == pytest.approx(PUBLISHED[ranks][1], rel=0.10)
 
 
+MEASURED = {
+    (16, 16): 30 + 46,
+    (16, 128): 102 + 186,
+    (32, 64): 83 + 152,
+    (64, 16): 46 + 60,
+    (64, 128): 167 + 305,
+    (64, 256): 301 + 580,
+}
+"""Microseconds of dispatch and combine on H100, by ranks and tokens per GPU (PyPI aiconfigurator-core 0.12.0)."""
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), MEASURED)
+def test_dispatch_and_combine_on_h100_take_what_was_measured(ranks: int, tokens: int) -> None:
+    assert EXPERTS is not None
+    wires = replace(H800, nvlink=450e9)
+    found = all_to_all_time(wires, np.array([tokens * 1.0]), EXPERTS, 7168, ranks, "fp8")
+    expected = MEASURED[ranks, tokens] * 1e-6
+    assert found.seconds[0] == pytest.approx(expected, rel=0.10 if tokens >= 64 else 0.20)
+
+
 def test_no_tokens_take_the_start_of_both_and_many_what_the_fuller_wire_takes() -> None:
     assert EXPERTS is not None
     none, many = all_to_all_time(

@@ -9,10 +9,11 @@ All-to-all: wide expert parallelism sends tokens to the experts of other GPUs an
 go directly to each of their experts (DeepEP's low-latency kernels). Many tokens go once to each
 node and GPU that has any of them (its normal kernels). Network and NVLink traffic overlap:
 
-    seconds = START_TIME + max(bytes over the network / its bandwidth, bytes over NVLink / its bandwidth) / ACHIEVED
+    seconds = start + max(bytes over the network / its bandwidth, bytes over NVLink / its bandwidth) / ACHIEVED
 
-This is within 10 % of the twelve published latencies of 8 to 256 H800 (tests/test_all_to_all.py).
-It was not measured on other GPUs and numbers of tokens, so it counts as a roofline.
+This is within 10 % of the twelve published latencies of 8 to 256 H800. On 16 to 64 H100 it is within 10 %
+of those of 64 tokens and more, and within 20 % of those of fewer (tests/test_all_to_all.py). It was not
+measured on other networks and in the normal kernels, so it counts as a roofline.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ class Interconnect:
 
 NETWORK, STAGES = "all-reduce between nodes", "transfers between pipeline stages"
 """What takes seconds that rest on datasheets."""
-START_TIME, ACHIEVED = 40e-6, 0.9
-"""Seconds of a dispatch or combine without tokens, and share of line rate that a large one
-reaches. Source: DeepEP's low-latency kernels on H800 with a 400 Gbps port each, 128 tokens per GPU
-(deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT).
+START_TIME, NEAR_START_TIME, ACHIEVED = 30e-6, 40e-6, 0.9
+"""Seconds of a dispatch or combine without tokens, between domains and within one, and share of line
+rate that a large one reaches. Two sources have DeepEP's low-latency kernels with a 400 Gbps port for
+each GPU: H800 with 128 tokens per GPU (deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT), and H100 with 2
+to 256 tokens on 1 to 8 nodes (SGLang 0.5.6 in PyPI aiconfigurator-core 0.12.0, Apache-2.0).
 """
 SCALE = 1 + 4 / 128
 """Bytes of a value that is dispatched in fp8, with a float32 scale for each 128 values."""
@@ -110,10 +112,11 @@ def all_to_all_time(
     Inputs of fp8 experts are sent in fp8; outputs come back in 16 bits.
     """
     outside, inside = routed_copies(tokens, experts, ranks, wires.domain)
+    start = START_TIME if ranks > wires.domain else NEAR_START_TIME
     seconds = np.zeros(len(tokens))
     for width in (SCALE if dtype == "fp8" else 2.0, 2.0):
         num_bytes = tokens * hidden_size * width
         wire = np.maximum(outside / wires.network, inside / wires.nvlink) * num_bytes
-        seconds += START_TIME + wire / ACHIEVED
+        seconds += start + wire / ACHIEVED
     source = f"{wires.source}; dispatch of tokens as DeepEP on H800"
     return unmeasured(seconds, source, "all-to-all between nodes")
