@@ -195,7 +195,7 @@ def test_estimates_with_rewards_are_near_the_simulation(pool: str, system: str) 
         steps.append(step)
         assert step == pytest.approx(estimate.step[index], rel=0.1)
         assert step > 0.93 * bound[index]
-    assert steps[0] > 1.2 * steps[1]
+    assert steps[0] > 1.15 * steps[1]
 
 
 def test_rewards_on_cpus_bind_too() -> None:

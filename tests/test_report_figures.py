@@ -119,7 +119,8 @@ def test_a_plans_what_ifs_become_pairs_around_its_own_seed(tmp_path: Path) -> No
 def test_another_plan_that_would_be_chosen_is_named(tmp_path: Path) -> None:
     directory = write_planned(tmp_path / "plan")
     plan = read_plan(directory / "plan.json")
-    changed = replace(plan.sensitivity[0], is_other=True, choice="9 x", gain=0.25, still_fits=True)
+    other = {"choice": "9 x", "gain": 0.25, "relation": "", "reason": ""}
+    changed = replace(plan.sensitivity[0], is_other=True, still_fits=True, **other)
     write_plan(replace(plan, sensitivity=[changed, *plan.sensitivity[1:]]), directory)
     text = render_html(make_page(read_report([directory])))
     assert "<span>9 x</span><small>saves 25\N{NO-BREAK SPACE}% then</small></td>" in text

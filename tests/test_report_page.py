@@ -492,7 +492,7 @@ def test_a_plan_costs_what_it_was_chosen_for(directories: list[Path]) -> None:
     runners = [option for option in options if option.kind == "runner-up"]
     for option, runner in zip(runners, plan.runners_up, strict=True):
         paired = options[0].cost_per_million_tokens * (1 + runner.behind)
-        assert option.cost_per_million_tokens == pytest.approx(paired, rel=0.01)  # of common steps
+        assert option.cost_per_million_tokens == pytest.approx(paired, rel=0.025)  # of common steps
         assert option.step_time == runner.choice.step_time
         assert option.goodput * option.cost_per_million_tokens == pytest.approx(
             runner.choice.dollars_per_hour / 3600 * 1e6

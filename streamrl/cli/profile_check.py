@@ -24,7 +24,7 @@ from streamrl.runfile.list_prices import KINDS, read_sheets
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.kernels import peak_of, table_path
 from streamrl.sim.costs.overheads import ServingEngine
-from streamrl.sim.costs.sync_profiles import Delta, SyncBackend, Transport
+from streamrl.sim.costs.sync_profiles import Delta, HandOver, SyncBackend, Transport
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.workload.workload import load_source
 
@@ -124,7 +124,8 @@ def _check_table(path: Path) -> list[str]:
 
 
 def _check_sync(path: Path) -> list[str]:
-    read_profile(path, Delta if path.stem == "delta" else SyncBackend)
+    tables: dict[str, type[Delta | HandOver]] = {"delta": Delta, "cuda-ipc": HandOver}
+    read_profile(path, tables.get(path.stem, SyncBackend))
     return []
 
 
