@@ -116,6 +116,17 @@ ENGINES = {"sglang": SGLANG_OF_WHEEL, "trtllm": TRTLLM}
 BLACKWELL = ("b200", "b300", "gb200", "gb300")
 LONGEST_COMPARED = 4096
 """Tokens of context up to which a module of latent attention is compared with its attention."""
+GATED_KERNELS = 2
+"""Kernels of a gated delta net: the convolution, and the changes of the state."""
+ADA = ("l40s", "rtx-pro-6000")
+"""GPUs of workstations, whose other engines are not read."""
+KIMI_VERSION = "0.1.dev19262"
+"""Version of vLLM whose Kimi delta attention is read: the only one that all GPUs have."""
+KIMI_STEP, KIMI_PREFILL = "fused_kda_decode", "flashkda_fwd"
+"""Its kernels. L40S has neither."""
+KIMI_TOKENS = 128
+"""Fewest tokens of a prefill that are kept. Below, kernels take the time of their launch."""
+LINEAR = ("linear_decode", "linear_prefill", "kimi_decode", "kimi_prefill")
 BOTH = {"h100": "h100_sxm", "h200": "h200_sxm"}
 """Folders of the wheel of GPUs whose other tables come from `aiconfigurator/`."""
 HEAD_DIM = 128
@@ -154,6 +165,8 @@ def main() -> None:
         for gpu in (*BOTH, *BLACKWELL):
             folder = data / (BOTH.get(gpu) or WHEEL[gpu].folder)
             _shared(folder, gpu)
+        for gpu in (*BOTH, *BLACKWELL, *ADA):
+            _linear(data / (BOTH.get(gpu) or WHEEL[gpu].folder), gpu)
         return
     data = Path(sys.argv[1])
     core, infersim = data / "aiconfigurator", data / "infersim"
@@ -254,8 +267,6 @@ def _shared(folder: Path, gpu: str) -> None:
     if not is_hopper:
         quantised = _padded(gemm[gemm.gemm_dtype == "nvfp4"], "m")
         _gemm(_sparse(quantised), gpu, "nvfp4", own, "quantised_gemm")
-    gated = _parquet(folder, "linear_attention", "sglang", SGLANG_OF_WHEEL, "gdn_perf")
-    _gated_kernels(gated, gpu, sglang)
     latent = _parquet(folder, "mla", "sglang", SGLANG_OF_WHEEL, "generation_mla_perf")
     _latent(latent, gpu, "bfloat16", sglang)
     trtllm = {**WHEEL_FACTS, "backend": "trtllm", "version": TRTLLM}
@@ -342,8 +353,32 @@ def _padded(table: pd.DataFrame, column: str) -> pd.DataFrame:
     return table.assign(latency=least)
 
 
+def _linear(folder: Path, gpu: str) -> None:
+    """Write linear attention whose states have 128 x 128 values a head: gated delta nets, and Kimi's.
+
+    A prefill of Kimi's is parallel over sequences, so their number is an axis. Its convolution is not included.
+    """
+    gated = _parquet(folder, "linear_attention", "sglang", SGLANG_OF_WHEEL, "gdn_perf")
+    sglang = {**WHEEL_FACTS, "backend": "sglang", "version": SGLANG_OF_WHEEL}
+    _gated_kernels(gated, gpu, sglang)
+    facts = {**WHEEL_FACTS, "backend": "vllm", "version": KIMI_VERSION}
+    kimi = _parquet(folder, "kda", "vllm", KIMI_VERSION, "kda_perf")
+    kimi = kimi.rename(columns={"num_v_heads": "heads"})
+    step = kimi[kimi.kernel_source == KIMI_STEP]
+    _write(step, gpu, "kimi_decode", "bfloat16", ("heads",), "batch_size", facts)
+    prefill = kimi[(kimi.kernel_source == KIMI_PREFILL) & (kimi.num_tokens >= KIMI_TOKENS)]
+    keys = ("heads", "batch_size")
+    _write(prefill, gpu, "kimi_prefill", "bfloat16", keys, "num_tokens", facts)
+    for path in sorted((OUT / gpu).glob("*.csv")):
+        if path.name.split(".")[0] in LINEAR:
+            _remove_cached(path)
+
+
 def _gated_kernels(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None:
-    """Add up the two kernels of gated delta nets, for the fewest heads of keys of each number of value heads."""
+    """Add up the two kernels of gated delta nets, for the fewest heads of keys of each number of value heads.
+
+    Some large shapes have the convolution alone. They are left out.
+    """
     table = table[(table.head_k_dim == HEAD_DIM) & (table.head_v_dim == HEAD_DIM)]
     table = table.rename(columns={"num_v_heads": "heads", "batch_size": "batch"})
     keys = ["heads", "num_k_heads", "d_model", "batch", "seq_len", "kernel_source"]
@@ -351,7 +386,9 @@ def _gated_kernels(table: pd.DataFrame, gpu: str, facts: dict[str, str]) -> None
     whole = table.groupby(
         ["heads", "num_k_heads", "d_model", "batch", "seq_len", "phase"], as_index=False
     )
-    whole = whole.latency.sum()
+    whole = whole.latency.agg(["sum", "size"]).reset_index()
+    whole = whole[whole["size"] == GATED_KERNELS].rename(columns={"sum": "latency"})
+    whole = whole.drop(columns="size")
     step = whole[whole.phase == "generation"].assign(size=lambda some: some.batch)
     prefill = whole[(whole.phase == "context") & (whole.batch == 1)].assign(
         size=lambda some: some.seq_len

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.hardware.memory import PREFILL_CHUNK
 from streamrl.hardware.model_shape import ModelShape
-from streamrl.hardware.profiles import load_model
+from streamrl.hardware.operator_tables import read_table
+from streamrl.hardware.profiles import PROFILES, load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import PrefillCurve, compose_decode
@@ -96,6 +99,30 @@ def test_latent_attention_has_a_table_of_its_own() -> None:
     attention = shard("deepseek-v3", "h800", tp=1).decode_attention(16, np.array([4096.0]))
     assert "latent_decode_attention" in attention.sources[0]
     assert attention.unmeasured[0] == 0
+
+
+@pytest.mark.parametrize("gpu", ["b200", "b300", "gb200", "gb300", "l40s", "rtx-pro-6000", "h200"])
+def test_gated_delta_nets_were_measured_with_an_engine(gpu: str) -> None:
+    """Attention of Qwen3.5 is composed of tables; 45 of 60 layers of the 397B have a gated delta net."""
+    one, prompts = shard("qwen3.5-397b-a17b", gpu, tp=8), np.array([1024.0])
+    for found in (one.decode_attention(64, np.array([4096.0])), one.prefill_attention(4, prompts)):
+        linear = [source for source in found.sources if source.startswith("linear_")]
+        assert len(linear) == 1 and "sglang 0.5.14" in linear[0]
+    table = read_table(PROFILES / "measured" / gpu / "linear_decode.sglang.bfloat16.csv")
+    cell = table.seconds[table.rows[:, 0] == 8, table.columns == 1024]
+    found = one.kernels.time("linear_decode", np.array([1024.0]), heads=8)
+    assert found.seconds == pytest.approx(cell, rel=1e-9) and not found.unmeasured.any()
+
+
+def test_kimi_delta_attention_has_tables_and_mamba_has_none() -> None:
+    one = shard("qwen3-next-80b-a3b", "b200", tp=2)
+    assert one.model.linear is not None
+    kimi = replace(one.model.linear, kind="kimi-delta", num_key_heads=32)
+    one = dataclasses.replace(one, model=replace(one.model, linear=kimi))
+    sources = one.decode_attention(16, np.array([2048.0])).sources
+    assert any(source.startswith("kimi_decode bfloat16 on NVIDIA B200") for source in sources)
+    mamba = shard("nemotron-3-nano-30b-a3b", "b200").decode_attention(16, np.array([2048.0]))
+    assert any("roofline" in source and "linear_decode" in source for source in mamba.sources)
 
 
 def test_more_context_costs_more_in_proportion_once_reads_dominate() -> None:

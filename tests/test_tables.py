@@ -355,3 +355,54 @@ def test_a_larger_product_never_takes_less_in_tables_that_an_engine_may_pad() ->
         for row in table.seconds:
             kept = row[~np.isnan(row)]
             assert (np.diff(kept) >= -1e-12).all(), name
+
+
+# Linear attention --------------------------------------------------------------------------------
+
+LINEAR = ("linear_decode", "linear_prefill", "kimi_decode", "kimi_prefill")
+LEFT_OUT = {
+    "linear_decode": 0.02,
+    "linear_prefill": 0.05,
+    "kimi_decode": 0.03,
+    "kimi_prefill": 0.06,
+}
+"""Most of the median error on rows that were left out."""
+
+
+def linear_tables(operator: str) -> list[Table]:
+    paths = sorted((PROFILES / "measured").glob(f"*/{operator}.*.csv"))
+    return [read_table(path) for path in paths]
+
+
+@pytest.mark.parametrize("operator", LINEAR)
+def test_tables_of_linear_attention_reproduce_themselves(operator: str) -> None:
+    tables = linear_tables(operator)
+    assert len(tables) >= 5
+    for table in tables:
+        peak = peak_of(load_gpu(table.facts.gpu), table.facts.dtype)
+        surface = Surface(table, peak)
+        for row, seconds in zip(table.rows, table.seconds, strict=True):
+            is_measured = ~np.isnan(seconds)
+            shape = dict(zip(table.keys, row.tolist(), strict=True))
+            found, is_inside = surface.seconds(shape, table.columns[is_measured], peak)
+            assert found == pytest.approx(seconds[is_measured], rel=1e-9) and is_inside.all()
+
+
+@pytest.mark.parametrize("operator", LINEAR)
+def test_rows_of_linear_attention_that_are_left_out_are_interpolated(operator: str) -> None:
+    """Heads, or numbers of sequences, that lie between others are left out one value at a time."""
+    errors: list[float] = []
+    for table in linear_tables(operator):
+        peak = peak_of(load_gpu(table.facts.gpu), table.facts.dtype)
+        for axis in range(len(table.keys)):
+            column = table.rows[:, axis]
+            for value in np.unique(column)[1:-1]:
+                is_kept = column != value
+                kept = replace(table, rows=table.rows[is_kept], seconds=table.seconds[is_kept])
+                surface = Surface(kept, peak)
+                for row, seconds in zip(table.rows[~is_kept], table.seconds[~is_kept], strict=True):
+                    shape = dict(zip(table.keys, row.tolist(), strict=True))
+                    found, is_inside = surface.seconds(shape, table.columns, peak)
+                    is_known = is_inside & ~np.isnan(seconds)
+                    errors.extend(np.abs(found / seconds - 1)[is_known])
+    assert np.median(errors) <= LEFT_OUT[operator]

@@ -9,6 +9,7 @@ and GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
@@ -375,7 +376,7 @@ class Shard:
             found.append(layer * model.num_windowed_layers)
         if model.linear is not None:
             batches = np.full(len(contexts), float(rollouts * self.queries))
-            step = self._linear_attention("linear_decode", batches, model.linear)
+            step = self._linear_decode(batches, model.linear)
             found.append(step * model.linear.num_layers)
         return total(found)
 
@@ -408,14 +409,33 @@ class Shard:
         indexed = rollouts * contexts / compressed.sparse_ratio * compressed.indexer.cached_bytes
         return found + self.kernels.traffic(indexed) * compressed.num_sparse_layers
 
-    def _linear_attention(
-        self, operator: str, columns: Floats, linear: LinearAttention
-    ) -> Estimate:
-        """Return the seconds of one layer's linear attention. Only gated delta nets were measured."""
+    def _linear_decode(self, batches: Floats, linear: LinearAttention) -> Estimate:
+        """Return the seconds of one layer's linear attention over a token of each rollout."""
         heads = linear.measured_heads / self.tensor_parallel
-        if linear.kind == "gated-delta":
-            return self.kernels.time(operator, columns, heads=heads)
-        return self.kernels.roofline_time(operator, columns, heads=heads)
+        match linear.kind:
+            case "gated-delta":
+                return self.kernels.time("linear_decode", batches, heads=heads)
+            case "kimi-delta":
+                return self.kernels.time("kimi_decode", batches, heads=heads)
+            case "mamba-2":  # no table has the kernel of its states
+                return self.kernels.roofline_time("linear_decode", batches, heads=heads)
+            case _:
+                assert_never(linear.kind)
+
+    def _linear_prefill(
+        self, sequences: float, contexts: Floats, linear: LinearAttention
+    ) -> Estimate:
+        """Return the seconds of one layer's linear attention over prompts."""
+        heads, tokens = linear.measured_heads / self.tensor_parallel, sequences * contexts
+        match linear.kind:
+            case "gated-delta":
+                return self.kernels.time("linear_prefill", tokens, heads=heads)
+            case "kimi-delta":
+                return self.kernels.time("kimi_prefill", tokens, heads=heads, batch=sequences)
+            case "mamba-2":
+                return self.kernels.roofline_time("linear_prefill", tokens, heads=heads)
+            case _:
+                assert_never(linear.kind)
 
     def _decode_layer(self, rollouts: int, contexts: Floats, model: ModelShape) -> Estimate:
         """Return the seconds of one attention layer, in the format of the cache."""
@@ -457,7 +477,7 @@ class Shard:
         if model.num_windowed_layers:
             found.append(self._windowed_layer(sequences, contexts) * model.num_windowed_layers)
         if model.linear is not None:
-            pass_ = self._linear_attention("linear_prefill", sequences * contexts, model.linear)
+            pass_ = self._linear_prefill(sequences, contexts, model.linear)
             found.append(pass_ * model.linear.num_layers)
         return total(found)
 

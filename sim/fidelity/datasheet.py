@@ -55,6 +55,8 @@ OPERATORS = {
     "prefill_attention": ("bfloat16",),
     "linear_decode": ("bfloat16",),
     "linear_prefill": ("bfloat16",),
+    "kimi_decode": ("bfloat16",),
+    "kimi_prefill": ("bfloat16",),
     "moe": ("bfloat16", "fp8", "nvfp4", "int4"),
     "all_reduce": ("bfloat16",),
     "all_gather": ("bfloat16",),

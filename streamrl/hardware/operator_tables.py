@@ -274,7 +274,7 @@ def _linear_decode(axes: Axes, width: float) -> Work:
 
 
 def _linear_prefill(axes: Axes, width: float) -> Work:
-    """Return the work for chunks of tokens.
+    """Return the work for chunks of tokens of one or more sequences.
 
     In each chunk, keys are multiplied with keys and queries, and all of them with the state before it.
     """
@@ -337,6 +337,8 @@ OPERATORS = {
     "latent_projections": Operator(_latent_projections),
     "linear_decode": Operator(_linear_decode),
     "linear_prefill": Operator(_linear_prefill),
+    "kimi_decode": Operator(_linear_decode),
+    "kimi_prefill": Operator(_linear_prefill),
     "moe": Operator(_moe),
     "masked_moe": Operator(_moe),
     "contiguous_moe": Operator(_moe),
