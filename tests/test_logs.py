@@ -266,6 +266,23 @@ def test_a_value_that_is_no_number_is_not_left_out(
         read_measured_file(tmp_path / file)
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("timing_s/step:35.0 -> timing_s/step:0.0", "step_time must be above 0 s, got 0 s"),
+        ("timing_s/step:35.0 -> timing_s/step:1e300", "step_time must be from 0 to 1e+07 s"),
+        ("np.float64(812.5) -> 0.0", "output_tokens must be above 0 and below 1e+09, got 0"),
+        ("np.float64(812.5) -> 1e300", "output_tokens must be above 0 and below 1e+09"),
+        ("prompt_length/mean:150.0 -> prompt_length/mean:0", "prompt_tokens must be above 0"),
+        ("length/max:2048 -> length/max:800", "a mean of 812.5, but longest_output is 800"),
+    ],
+)
+def test_a_step_with_impossible_figures_is_refused(value: str, said: str, tmp_path: Path) -> None:
+    text = MADE["verl"][1].replace(*value.split(" -> "), 1)
+    with pytest.raises(ValueError, match=f"verl.log: step 1: .*{re.escape(said)}"):
+        read(tmp_path, "verl.log", text)
+
+
 def test_two_runs_of_trl_are_refused_and_a_line_that_was_printed_twice_is_one_step(
     tmp_path: Path,
 ) -> None:

@@ -663,12 +663,8 @@ def _checked(
         cut = "".join(f"; {note}" for note in notes if note.endswith(SKIPPED))
         raise ValueError(f"{path}: has no seconds of a step under {framework}'s names{wanted}{cut}")
     for step in kept:
-        for column in SECONDS:
-            value = getattr(step, column)
-            if value is not None and not 0 <= value < 1e7:
-                raise ValueError(
-                    f"{path}: step {step.step}: {column} must be at least 0 s, got {value:g} s"
-                )
+        for problem in _impossible(step):
+            raise ValueError(f"{path}: step {step.step}: {problem}")
     return MeasuredSteps(
         source=source,
         framework=framework,
@@ -676,6 +672,31 @@ def _checked(
         is_asynchronous=is_asynchronous,
         notes=notes,
     )
+
+
+MOST_SECONDS, MOST_TOKENS = 1e7, 1e9
+"""Bounds of the seconds of a step and of the tokens of a rollout."""
+TOKENS = ("output_tokens", "longest_output", "prompt_tokens", "tokens_per_rollout")
+"""Columns of tokens of one rollout."""
+ROUNDING = 1.001
+"""A mean of equal lengths may be printed with fewer digits than their maximum."""
+
+
+def _impossible(step: MeasuredStep) -> Iterator[str]:
+    """Yield what is wrong with the values of a step."""
+    for column in SECONDS:
+        value = getattr(step, column)
+        if value is not None and not 0 <= value < MOST_SECONDS:
+            yield f"{column} must be from 0 to {MOST_SECONDS:g} s, got {value:g} s"
+    if step.step_time == 0:
+        yield "step_time must be above 0 s, got 0 s; remove the step"
+    for column in TOKENS:
+        value = getattr(step, column)
+        if value is not None and not 0 < value < MOST_TOKENS:
+            yield f"{column} must be above 0 and below {MOST_TOKENS:g}, got {value:g}"
+    mean, longest = step.output_tokens, step.longest_output
+    if mean is not None and longest is not None and mean > longest * ROUNDING:
+        yield f"output_tokens is a mean of {mean:g}, but longest_output is {longest:g}"
 
 
 def _first(keys: Keys) -> str:
