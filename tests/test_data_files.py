@@ -108,6 +108,21 @@ def test_a_field_that_is_not_there_is_refused_by_line_and_name(
 # What cannot be read ------------------------------------------------------------------------------
 
 
+def test_texts_that_parquet_marks_as_bytes_are_texts(tmp_path: Path) -> None:
+    rows = [{"prompt": "é".encode(), "image": b"\xff\xfe"}]
+    (record,) = read_source(SourceConfig(prompts=str(as_parquet(tmp_path, rows)))).records
+    assert record == {"prompt": "é", "image": "//4="}
+
+
+def test_dates_with_nanoseconds_are_texts(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    dates = arrow.array([1], arrow.timestamp("ns"))
+    parquet.write_table(arrow.table({"prompt": ["a"], "made": dates}), tmp_path / "data.parquet")
+    (record,) = read_source(SourceConfig(prompts=str(tmp_path / "data.parquet"))).records
+    assert str(record["made"]).startswith("1970-01-01 00:00:00")
+
+
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     path = as_parquet(tmp_path, ROWS)
     data = path.read_bytes()

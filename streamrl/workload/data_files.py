@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import gzip
 import importlib.util
 import json
@@ -17,6 +18,8 @@ import msgspec
 from streamrl.runfile.workload_config import HUB
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from streamrl.runfile.workload_config import SourceConfig
 
 
@@ -215,10 +218,25 @@ def _of_parquet(path: Path, key: str) -> list[Row]:
 
     try:
         _check_columns(path, pyarrow.parquet.read_schema(path).names)
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        for place, column in enumerate(table.columns):
+            if pyarrow.types.is_binary(column.type) or pyarrow.types.is_large_binary(column.type):
+                name = table.column_names[place]
+                table = table.set_column(place, name, _texts(column))
+        rows: list[Row] = table.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{key}: {path} cannot be read: {_line(error)}") from None
     return _as_json(rows, str(path))
+
+
+def _texts(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    """Return a column of bytes as text if all are UTF-8: some writers do not mark texts as such."""
+    import pyarrow
+
+    try:
+        return column.cast(pyarrow.large_string())
+    except pyarrow.ArrowInvalid:
+        return column
 
 
 def _of_data_set(source: SourceConfig, key: str) -> list[Row]:
@@ -261,10 +279,17 @@ def _split(source: SourceConfig, key: str, names: list[str]) -> str:
 def _as_json(rows: list[Row], name: str) -> list[Row]:
     """Return rows as plain JSON types, because records travel to verifiers as JSON."""
     try:
-        found: list[Row] = msgspec.to_builtins(rows)
+        found: list[Row] = msgspec.to_builtins(rows, enc_hook=_date_as_text)
     except TypeError as error:
         raise ValueError(f"{name}: has a column that cannot be written as JSON: {error}") from None
     return found
+
+
+def _date_as_text(value: object) -> str:
+    """Return a date or duration with nanoseconds as text, which pandas has types of its own for."""
+    if isinstance(value, datetime.datetime | datetime.timedelta):
+        return str(value)
+    raise TypeError(f"objects of type {type(value).__name__} are not supported")
 
 
 def _check_installed(module: str, what: str) -> None:
