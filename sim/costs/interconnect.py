@@ -80,8 +80,8 @@ NETWORK, STAGES = "all-reduce between nodes", "transfers between pipeline stages
 START_TIME, NEAR_START_TIME, ACHIEVED = 30e-6, 40e-6, 0.9
 """Seconds of a dispatch or combine without tokens, between domains and within one, and share of line
 rate that a large one reaches. Two sources have DeepEP's low-latency kernels with a 400 Gbps port for
-each GPU: H800 with 128 tokens per GPU (deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT), and H100 with 2
-to 256 tokens on 1 to 8 nodes (SGLang 0.5.6 in PyPI aiconfigurator-core 0.12.0, Apache-2.0).
+each GPU. One has H800 with 128 tokens per GPU (deepseek-ai/DeepEP 0297fc8, docs/legacy.md, MIT). The other has
+H100 with 2 to 256 tokens on 1 to 8 nodes (SGLang 0.5.6, PyPI aiconfigurator-core 0.12.0, Apache-2.0).
 """
 SCALE = 1 + 4 / 128
 """Bytes of a value that is dispatched in fp8, with a float32 scale for each 128 values."""

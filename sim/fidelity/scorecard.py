@@ -34,7 +34,7 @@ TITLES = {
     "memory": "Memory of replicas: KV cache that engines log at their start",
 }
 NOTES = {
-    "served": "One line in the sample of AIConfigurator is one point; a third of the lines repeat a measurement of another file. "
+    "served": "One line in the sample of AIConfigurator is one point; one line in seven repeats a measurement of another file. "
     f"{len(covered())} of its {len(read_served())} points have a prediction: the layout of the others is unknown. The last column has the "
     "median errors of AIConfigurator 0.12.0 for the same points, and their number if it predicts fewer.",
     "served-ranges": "The sample does not state the number of decode workers, whether GPUs are tensor or attention ranks, or whether draft "
