@@ -248,11 +248,7 @@ def _wide_experts_time(
     }
     few, many = (kernels.time(name, tokens, **shape) for name in ("masked_moe", "contiguous_moe"))
     is_few = tokens / ranks <= MOST_DIRECT
-    return Estimate(
-        np.where(is_few, few.seconds, many.seconds),
-        np.where(is_few, few.unmeasured, many.unmeasured),
-        tuple(dict.fromkeys(few.sources + many.sources)),
-    )
+    return few.where(is_few, many)
 
 
 MOST_DIRECT = 256

@@ -285,11 +285,7 @@ class Shard:
             return found
         module = self.mixing_kernels.time("latent_projections", tokens, heads=heads)
         is_module = (tokens <= MOST_MEASURED) | (module.seconds < found.seconds)
-        return Estimate(
-            np.where(is_module, module.seconds, found.seconds),
-            np.where(is_module, module.unmeasured, found.unmeasured),
-            tuple(dict.fromkeys(module.sources + found.sources)),
-        )
+        return module.where(is_module, found)
 
     @property
     def _indexed_share(self) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.hardware.interpolation import Surface
 from streamrl.hardware.model_shape import BYTES
@@ -76,6 +77,9 @@ are marked as unmeasured.
 """
 
 
+Mask: TypeAlias = NDArray[np.bool_]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Seconds, how many of them are unmeasured, and the sources of the measured ones."""
@@ -118,6 +122,20 @@ class Estimate:
         ratio = seconds / self.seconds
         parts = {name: each * ratio for name, each in self.parts.items()}
         return Estimate(seconds, self.unmeasured * ratio, self.sources, parts)
+
+    def where(self, is_own: Mask, other: Estimate) -> Estimate:
+        """Return an estimate with the columns of this one where `is_own`, else those of the other."""
+        none = np.zeros(1)
+        parts = {
+            name: np.where(is_own, self.parts.get(name, none), other.parts.get(name, none))
+            for name in dict.fromkeys([*self.parts, *other.parts])
+        }
+        return Estimate(
+            np.where(is_own, self.seconds, other.seconds),
+            np.where(is_own, self.unmeasured, other.unmeasured),
+            tuple(dict.fromkeys(self.sources + other.sources)),
+            parts,
+        )
 
     def within(self, name: str) -> Estimate:
         """Return an estimate whose unmeasured parts are those of a thing, such as "layers with a window"."""
