@@ -89,9 +89,10 @@ def num_tensors(model: ModelShape) -> int:
     per_layer = model.num_blocks / model.num_layers + 3 * model.has_qkv_bias
     per_layer += 2 * model.has_qk_norm + 2 * (model.indexer is not None)
     others = 0
-    if model.compressed is not None:  # norms of latent queries and of vectors, and sinks
-        per_layer += 3
-        others += 4 * model.compressed.num_sparse_layers + 2 * model.compressed.num_dense_layers
+    if model.compressed is not None:
+        # Norms of latent queries and of vectors, sinks, and products that engines fuse but files do not.
+        per_layer += 4
+        others += 6 * model.compressed.num_sparse_layers + 3 * model.compressed.num_dense_layers
     if model.hyper_connections is not None:
         others += 3 * (model.num_blocks + 1)
     if model.latent is not None:

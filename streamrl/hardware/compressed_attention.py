@@ -81,28 +81,34 @@ class CompressedAttention(ProfileTable, frozen=True, kw_only=True):
     # Parameters ---------------------------------------------------------------------------------------
 
     def products(
-        self, hidden_size: int, queries: float, groups: float
-    ) -> Iterator[tuple[float, float, float]]:
-        """Yield (inputs, outputs, number) of the products that every layer has.
+        self, hidden_size: int, head_dim: int, queries: float, groups: float
+    ) -> Iterator[tuple[float, float]]:
+        """Yield (inputs, outputs) of the products that every layer has, as engines fuse them.
+
+        The first makes latent queries and the vector of a token. Each group of heads has a part of the third one.
 
         Args:
             hidden_size: channels of the hidden state.
+            head_dim: channels of a vector.
             queries: channels of the queries of all heads on a GPU.
-            groups: groups of heads on a GPU; each group has its own first projection of the output.
+            groups: groups of heads on a GPU.
         """
-        yield hidden_size, self.q_lora_rank, 1
-        yield self.q_lora_rank, queries, 1
-        yield queries / groups, self.output_rank, groups
-        yield groups * self.output_rank, hidden_size, 1
+        yield hidden_size, self.q_lora_rank + head_dim
+        yield self.q_lora_rank, queries
+        yield queries / groups, groups * self.output_rank
+        yield groups * self.output_rank, hidden_size
 
     def compressors(self, hidden_size: int, head_dim: int) -> Iterator[tuple[float, float, int]]:
-        """Yield (inputs, outputs, layers) of the products of compressors and of the index; each GPU has all of them."""
+        """Yield (inputs, outputs, layers) of the products of compressors and of the index; each GPU has all of them.
+
+        One product makes vectors and their weights.
+        """
         sparse, index = self.num_sparse_layers, self.indexer
-        yield hidden_size, self._width(head_dim, is_sparse=True), 2 * sparse
-        yield hidden_size, self._width(index.head_dim, is_sparse=True), 2 * sparse
+        yield hidden_size, 2 * self._width(head_dim, is_sparse=True), sparse
+        yield hidden_size, 2 * self._width(index.head_dim, is_sparse=True), sparse
         yield self.q_lora_rank, index.num_heads * index.head_dim, sparse
         yield hidden_size, index.num_heads, sparse
-        yield hidden_size, self._width(head_dim, is_sparse=False), 2 * self.num_dense_layers
+        yield hidden_size, 2 * self._width(head_dim, is_sparse=False), self.num_dense_layers
 
     def parameters(self, hidden_size: int, head_dim: int, num_heads: float, degree: int) -> float:
         """Return the parameters of one layer's attention without its compressor, on one of `degree` GPUs.
@@ -110,10 +116,11 @@ class CompressedAttention(ProfileTable, frozen=True, kw_only=True):
         The products to the latent vector of queries and to the vector of a token belong to no head, so every GPU
         has all of them.
         """
-        own = self.products(hidden_size, num_heads * head_dim, self.output_groups / degree)
-        products = sum(inner * outer * count for inner, outer, count in own)
+        queries, groups = num_heads * head_dim, self.output_groups / degree
+        own = self.products(hidden_size, head_dim, queries, groups)
+        products = sum(inner * outer for inner, outer in own)
         norms = self.q_lora_rank + head_dim
-        return products + hidden_size * head_dim + norms + num_heads
+        return products + norms + num_heads
 
     def compressor_parameters(self, hidden_size: int, head_dim: int) -> tuple[int, int]:
         """Return the parameters of compressor and index in one sparse layer, and of the compressor in a dense one."""

@@ -803,12 +803,10 @@ def _mixing(model: ModelShape) -> Iterator[tuple[int, int, int]]:
     others = 0 if model.window_heads is None else model.num_windowed_layers
     if model.compressed is not None:
         own, queries = model.compressed, model.num_heads * model.head_dim
-        for inputs, outputs, count in own.products(model.hidden_size, queries, own.output_groups):
-            yield int(inputs), int(outputs), int(count) * model.num_layers
-        yield model.hidden_size, model.head_dim, model.num_layers
-        yield from (
-            (int(i), int(o), n) for i, o, n in own.compressors(model.hidden_size, model.head_dim)
-        )
+        hidden, vector = model.hidden_size, model.head_dim
+        for inputs, outputs in own.products(hidden, vector, queries, own.output_groups):
+            yield int(inputs), int(outputs), model.num_layers
+        yield from ((int(i), int(o), n) for i, o, n in own.compressors(hidden, vector))
         return
     for inner, outer in _attention(model):
         yield inner, outer, model.num_attention_layers - others

@@ -320,11 +320,9 @@ class Layer(Struct, frozen=True, kw_only=True):
         """Return a mean layer's products around compressed attention, with compressors and the index on every rank."""
         model, degree = self.ranks.model, self.ranks.trainer.tensor_parallel
         hidden, queries = model.hidden_size, model.num_heads * model.head_dim / degree
-        found = self._product(model.head_dim, hidden)
-        for inner, outer, count in compressed.products(
-            hidden, queries, compressed.output_groups / degree
-        ):
-            found += self._product(outer, inner) * count
+        found, groups = Pass(), compressed.output_groups / degree
+        for inner, outer in compressed.products(hidden, model.head_dim, queries, groups):
+            found += self._product(outer, inner)
         for inner, outer, count in compressed.compressors(hidden, model.head_dim):
             found += self._product(outer, inner) * (count / model.num_layers)
         return found
