@@ -742,3 +742,18 @@ def test_a_gpu_with_little_arithmetic_and_much_bandwidth_comes_closer_to_its_pea
     shares = {gpu: share_of_peak(gpu) for gpu in ("h100", "a100", "h20")}
     assert sorted(shares, key=lambda gpu: shares[gpu]) == ["h100", "a100", "h20"]
     assert all(math.isfinite(share) and 0.05 < share < 0.8 for share in shares.values())
+
+
+@pytest.mark.parametrize(("pcie", "nvlink"), [("a100-pcie", "a100"), ("h100-pcie", "h100")])
+def test_a_card_on_pcie_does_not_train_a_mixture_faster_than_its_silicon_on_nvlink(
+    pcie: str, nvlink: str
+) -> None:
+    slow, fast = (
+        train_costs(
+            {**MIXTURE, "cluster.pools.near": {"gpu": gpu, "nodes": 2}},
+            data_parallel=16,
+            zero=3,
+        ).train_time([2000] * 64)
+        for gpu in (pcie, nvlink)
+    )
+    assert slow > fast

@@ -6,8 +6,8 @@ first of these that is available:
 1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline)
 2. the terms of `streamrl.sim.costs.training.layer`, fitted to published training in
    profiles/measured/training.toml, if it has the GPU and the dtype
-3. the same terms with the mean rates of a similar generation, as shares of the peak, if the GPU has
-   no tables at all (tier scaled)
+3. the same terms with the mean rates of a similar generation, as shares of the peak, if there is one
+   (tier scaled): its own, or for a GPU without any tables those that its profile names
 4. the GPU's own assumed `training_efficiency` (tier roofline)
 """
 
@@ -242,7 +242,7 @@ def _known_stages(trainer: TrainerHardware) -> _KnownStages:
         return _KnownStages(stages, None, Provenance.of("roofline", [source]))
     profile = load_training_profile()
     wide, rates = rates_of(profile, "bfloat16"), rates_of(profile, ranks.computes_in)
-    if ranks.gpu.is_scaled:
+    if name not in wide.gemm:
         wide = with_typical(wide, name, "bfloat16")
         rates = with_typical(rates, name, ranks.computes_in)
     rate = wide.gemm.get(name)
