@@ -22,7 +22,7 @@ FAULTS = "".join(
     f'[[faults]]\nkind = "{kind}"\nstep = {step}\n'
     for step, kind in ((2, "replica-dies"), (3, "trainer-dies-pushing"), (4, "link-drops"))
 )
-PROMPT = {"prompt": "1+1=", "answer": ""}
+EASY = {"prompt": "1+1=", "answer": ""}
 SCORER = """
 def starts_low(completion, record):
     return float(completion[:1] in "01234")
@@ -37,7 +37,7 @@ OPTIONS = [part for setting in BATCH for part in ("--set", setting)]
 def execute(directory: Path, backend: str, *settings: str, faults: str = "") -> Trace:
     """Execute a run on an engine, and look at its books."""
     save_tiny_model(directory / "model", SYMBOLS)
-    (directory / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
+    (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
     (directory / "scorer.py").write_text(SCORER)
     scored = RUN_FILE.replace('scorer = "exact"', 'scorer = "python:scorer.py:starts_low"')
     (directory / "run.toml").write_text(scored + faults)

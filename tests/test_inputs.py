@@ -68,7 +68,7 @@ def moved(home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     (home / name).rename(away / name)
     monkeypatch.chdir(away)
     shutil.rmtree(home)
-    return away / name
+    return Path(name)
 
 
 def told(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:

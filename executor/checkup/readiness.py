@@ -23,6 +23,7 @@ from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
+from streamrl.runfile.frameworks import keep_filled_in
 from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 from streamrl.targets.execute_limits import refusal_of
 
@@ -109,7 +110,7 @@ def _find_limits(run: Run) -> Iterator[Finding]:
         yield _finding("error", "back-end", f"execute: {message}", fix, changes)
         if not changes:
             return
-        run = changed(run, changes)
+        run = keep_filled_in(run, changed(run, changes))
 
 
 def _find_chosen_classes(run: Run) -> Iterator[Finding]:
