@@ -1,6 +1,7 @@
 # Set up and run:
 #   make demo            plan, simulate, report, profile, execute, replay and compare
 #   make gpu             check and measure the executor on a GPU (on a CPU: all but the kernels); GPU_PYTHON=python3
+#   make notebooks       run the notebooks and store their pictures
 #   make docs            the documentation site, in build/site; nothing in it is loaded from other hosts
 # Tests:
 #   make test            the test suite
@@ -74,7 +75,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -102,6 +103,9 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
+
+notebooks: $(READY)
+	$(BIN)/jupyter execute --inplace --timeout=600 notebooks/*.ipynb
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)

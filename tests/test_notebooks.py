@@ -40,6 +40,15 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_with_its_pictures(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    assert all(cell.execution_count for cell in cells)
+    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+    assert not re.search(r"/(work|root|home|tmp)/", path.read_text(encoding="utf-8"))
+
+
 def with_a_small_run(path: Path, directory: Path) -> nbformat.NotebookNode:
     """Return a notebook whose `RUN_FILE` is a smaller copy of the example that its first cell names."""
     notebook = nbformat.read(path, as_version=4)
