@@ -6,8 +6,8 @@ first of these that is available:
 1. `trainer.efficiency` of the run file, a share of peak FLOP/s (tier roofline)
 2. the terms of `streamrl.sim.costs.training.layer`, fitted to published training in
    profiles/measured/training.toml, if it has the GPU and the dtype
-3. the same terms with the mean rates of a similar generation, as shares of the peak, if there is one
-   (tier scaled): its own, or for a GPU without any tables those that its profile names
+3. the same terms with the mean rates of a similar generation, as shares of the peak (tier scaled). It
+   is the GPU's own generation, or one that the profile of a GPU without tables names
 4. the GPU's own assumed `training_efficiency` (tier roofline)
 """
 
