@@ -127,7 +127,9 @@ def rows_of(name: str, offer: Offer) -> list[Row]:
     found = make_plan(run)
     value = found.plan.objective.value
     _print({"offer": name, "plan": found.plan.allocation.text, "left out": found.plan.not_varied})
-    return [Row(name, run.plan, found.run, value, each) for each in found.plan.sensitivity]
+    known = {each.what for each in shifts(found.run)}  # without the pools that the plan leaves out
+    changes = [each for each in found.plan.sensitivity if each.what in known]
+    return [Row(name, run.plan, found.run, value, each) for each in changes]
 
 
 def simulate(row: Row) -> Direct | None:
