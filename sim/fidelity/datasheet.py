@@ -182,10 +182,14 @@ def typical_without(gpu: str, kinship: Kinship) -> Typical:
 
 def donors_for(gpu: str, kinship: Kinship, operator: str, dtype: str) -> tuple[Table, ...]:
     """Return the tables that predict a measured GPU that is left out; empty if there is none of this kinship."""
+    return donors(_kin(gpu, kinship), operator, dtype, gpu)
+
+
+def _kin(gpu: str, kinship: Kinship) -> tuple[str, ...]:
+    """Return the generations that predict a measured GPU that is left out."""
     generation = load_gpu(gpu).generation
     assert generation is not None, "measured GPUs have one"
-    kin = (generation,) if kinship == "relative" else NEAREST[generation]
-    return donors(kin, operator, dtype, gpu)
+    return (generation,) if kinship == "relative" else NEAREST[generation]
 
 
 # Errors of GPUs that are left out ---------------------------------------------------------------------
@@ -311,10 +315,7 @@ def _step_from_others(step: PublishedStep, gpu: str, kinship: Kinship) -> float 
     """Return a step's seconds with the rates of other GPUs; None if there is no GPU of this kinship."""
     profile = load_training_profile()
     rates = rates_of(profile, step.dtype)
-    generation = load_gpu(gpu).generation
-    assert generation is not None, "measured GPUs have one"
-    kin = (generation,) if kinship == "relative" else NEAREST[generation]
-    names = donors_of(rates, kin, gpu)
+    names = donors_of(rates, _kin(gpu, kinship), gpu)
     if not names:
         return None
     factor = _attention_factor(step.model, step.tensor_parallel, step.tokens, gpu, kinship)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from functools import cache
 
 import msgspec
@@ -11,7 +10,7 @@ from streamrl.hardware.memory import kv_capacity, stage_bytes
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.files import make_run
-from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.published_rows import Row, read_published
 
 GIB = 2**30
 LENGTHS = "r1-distill-aime"
@@ -41,9 +40,8 @@ class RoomRow(msgspec.Struct, frozen=True, kw_only=True):
 @cache
 def read_rooms() -> tuple[RoomRow, ...]:
     """Read profiles/published/kv_room.csv."""
-    text = (PROFILES / "published" / "kv_room.csv").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return tuple(msgspec.convert(line, RoomRow, strict=False) for line in csv.DictReader(lines))
+    lines = read_published(PROFILES / "published" / "kv_room.csv")
+    return tuple(msgspec.convert(line, RoomRow, strict=False) for line in lines)
 
 
 def predict_room(row: RoomRow) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Sequence
 from math import sqrt
+from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
@@ -101,6 +103,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of that tool's absolute errors; None if it predicts no row."""
 
 
+def read_published(path: Path) -> list[dict[str, str]]:
+    """Read a CSV table of profiles/published, without its comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
 def summarise(rows: Sequence[Row]) -> Summary:
     """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])
@@ -139,10 +147,15 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
         width = f"{found.width:.0%}" if found.width > 0 else ""
-        in_band = "" if found.in_band is None else f"{found.in_band:.0%}"
-        figures = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", width, in_band
-        table.add_row(name, str(found.rows), *figures, *((beside_text(found),) * has_other))
+        errors = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"
+        figures = (str(found.rows), *errors, width, in_band_text(found))
+        table.add_row(name, *figures, *((beside_text(found),) * has_other))
     return table
+
+
+def in_band_text(found: Summary) -> str:
+    """Return the share of rows in their bands; nothing without bands."""
+    return "" if found.in_band is None else f"{found.in_band:.0%}"
 
 
 def beside_text(found: Summary) -> str:

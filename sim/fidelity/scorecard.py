@@ -17,6 +17,7 @@ from streamrl.sim.fidelity.published_rows import (
     Summary,
     beside_text,
     grouped,
+    in_band_text,
     range_text,
     summarise,
 )
@@ -141,8 +142,7 @@ def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 def _figures(found: Summary) -> str:
     """Return the cells of a summary."""
     errors = f"{found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%}"
-    in_band = "" if found.in_band is None else f"{found.in_band:.0%}"
-    return f"{found.rows} | {errors} | {found.width:.0%} | {in_band}"
+    return f"{found.rows} | {errors} | {found.width:.0%} | {in_band_text(found)}"
 
 
 def stamp() -> str:

@@ -17,7 +17,6 @@ Unknown inputs make a point a range over all their values:
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from functools import cache
 from math import ceil, inf
@@ -28,6 +27,7 @@ import msgspec
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.roles_config import SpeculativeConfig
+from streamrl.runfile.short_forms import usual_domain
 from streamrl.sim.costs.curves import (
     DecodeCurve,
     PrefillCurve,
@@ -38,8 +38,9 @@ from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.interconnect import Interconnect
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.overheads import load_engine
-from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.published_rows import Row, read_published
 
+PUBLISHED = PROFILES / "published"
 MOST_BESIDE = 2048
 """Most decoding requests beside which a prefill is composed."""
 DRAFTS = SpeculativeConfig(tokens=3, acceptance=0.85)
@@ -48,7 +49,6 @@ each accepted as often as the second token of DeepSeek-V3 (85 to 90 %, arXiv 241
 """
 PRODUCT, OF_BLOCKS = "gemm.fp8", "sglang"
 """Products in fp8, and the tables of those with a scale for each block. Without a backend, the GPU's table counts."""
-DOMAIN_OF_NODE, DOMAIN_OF_RACK = 8, 72
 
 
 class ServedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,20 +91,15 @@ COLUMNS = ServedPoint.__struct_fields__
 @cache
 def read_served() -> tuple[ServedPoint, ...]:
     """Read profiles/published/served_points.csv."""
-    path = PROFILES / "published" / "served_points.csv"
-    return tuple(msgspec.convert(line, ServedPoint, strict=False) for line in _lines(path.name))
+    lines = read_published(PUBLISHED / "served_points.csv")
+    return tuple(msgspec.convert(line, ServedPoint, strict=False) for line in lines)
 
 
 @cache
 def others_predictions() -> dict[str, tuple[float, float]]:
     """Return AIConfigurator's own predictions in milliseconds, by the key of a point."""
-    lines = _lines("served_aiconfigurator.csv")
+    lines = read_published(PUBLISHED / "served_aiconfigurator.csv")
     return {line["key"]: (float(line["least"]), float(line["most"])) for line in lines}
-
-
-def _lines(name: str) -> Iterator[dict[str, str]]:
-    text = (PROFILES / "published" / name).read_text(encoding="utf-8")
-    yield from csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
 
 
 class Worker(NamedTuple):
@@ -212,9 +207,8 @@ def _shard(worker: Worker) -> Shard:
 
 
 def _pool(gpu: str) -> PoolConfig:
-    """Return a pool of a GPU: racks of 72 for the GPUs of an NVL72, else nodes of 8."""
-    size = DOMAIN_OF_RACK if "NVL72" in load_gpu(gpu).name else DOMAIN_OF_NODE
-    return PoolConfig(gpu=gpu, nodes=16, gpus_per_node=size)
+    """Return a pool of a GPU, in which all GPUs that NVLink joins count as one node."""
+    return PoolConfig(gpu=gpu, nodes=16, gpus_per_node=usual_domain(gpu))
 
 
 # Rows ---------------------------------------------------------------------------------------------

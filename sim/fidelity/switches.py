@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from functools import cache
 from statistics import fmean
@@ -18,14 +17,12 @@ from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.sim.costs.colocation import PhaseChange
 from streamrl.sim.costs.sync_profiles import load_backend
 from streamrl.sim.costs.weight_sync import Payload, SyncCosts
-from streamrl.sim.fidelity.published_rows import Row, middle
+from streamrl.sim.fidelity.published_rows import Row, middle, read_published
 
 PATH = PROFILES / "published" / "switches.csv"
 LENGTHS = "r1-distill-aime"
 SHORT = 256
 """Longest output of the predicted runs; the size of weights does not depend on it."""
-DOMAINS = {"gb200": 72}
-"""GPUs of an NVLink domain, if it is larger than a node."""
 TITLES = {
     "transfer": "weights handed over on shared GPUs",
     "refit": "refit of colocated systems",
@@ -79,8 +76,7 @@ class Prediction(NamedTuple):
 @cache
 def read_switches() -> tuple[Switch, ...]:
     """Read profiles/published/switches.csv."""
-    lines = [line for line in PATH.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
-    tables = [{**row, "receivers": row["receivers"] or None} for row in csv.DictReader(lines)]
+    tables = [{**row, "receivers": row["receivers"] or None} for row in read_published(PATH)]
     return tuple(msgspec.convert(tables, list[Switch], strict=False))
 
 
@@ -114,7 +110,6 @@ def run_of(row: Switch) -> Run:
         "gpu": row.gpu,
         "nodes": num_gpus // row.gpus_per_node,
         "gpus_per_node": row.gpus_per_node,
-        "nvlink_domain": DOMAINS.get(row.gpu, row.gpus_per_node),
     }
     degrees = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel", "zero")
     return make_run(

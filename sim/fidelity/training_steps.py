@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,7 @@ from streamrl.sim.costs.training.profile import Constants, load_training_profile
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.stage_times import StageTimes
 from streamrl.sim.costs.training.training import Rates, rates_of
-from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.published_rows import Row, read_published
 
 PATH = PROFILES / "published" / "training.csv"
 MPT_VOCABULARY = 50432
@@ -87,12 +86,8 @@ class PublishedStep(msgspec.Struct, frozen=True, kw_only=True):
 @functools.cache
 def read_steps(path: Path = PATH) -> tuple[PublishedStep, ...]:
     """Read the committed table."""
-    lines = [
-        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
-    ]
-    return tuple(
-        msgspec.convert(_typed(line), PublishedStep, strict=False) for line in csv.DictReader(lines)
-    )
+    lines = read_published(path)
+    return tuple(msgspec.convert(_typed(line), PublishedStep, strict=False) for line in lines)
 
 
 def _typed(line: dict[str, str]) -> dict[str, object]:

@@ -130,6 +130,13 @@ _RACKS = {
 }
 """GPUs of racks that NVLink joins across nodes: how many a node has, and how many NVLink joins. Source: NVIDIA GB200
 NVL72 and GB300 NVL72 datasheets (18 nodes of 4 GPUs)."""
+
+
+def usual_domain(gpu: str) -> int:
+    """Return the GPUs that NVLink joins, of nodes as they are usual for a GPU."""
+    return _rack_of(gpu).get("nvlink_domain", NODE)
+
+
 EXAMPLE = "'16xH100@2.20,8xH20@1.10'"
 _OWNED = re.compile(r"\s*@?\s*\bowned\b", re.IGNORECASE)
 _NETWORK = re.compile(r"\s+with\s+(?P<rate>\d.*)$", re.IGNORECASE)
