@@ -78,13 +78,10 @@ def choices_after(
     standing = {index: _standing(search, race, index, chosen) for index in (chosen, *options)}
     verdicts = [*judged.verdicts, *judged.idle]
     known = [each for each in verdicts if each.effect is not None]
+    close = [(each.shift, {*_close(search, standing, each.shift)}) for each in known]
     effects: dict[int, Mapping[str, Effect]] = {}
     for index in options:
-        asked = [
-            each.shift
-            for each in known
-            if each.effect is not None and index in _close(search, standing, chosen, each.shift)
-        ]
+        asked = [shift for shift, plans in close if index in plans]
         found = effects_of(search, index, asked, pool, watch)
         effects[index] = {
             shift.what: effect
@@ -120,9 +117,7 @@ def _standing(search: Search, race: Race, index: int, chosen: int) -> _Standing:
     return _Standing(paired, Effect(value, seconds, per_step, dollars))
 
 
-def _close(
-    search: Search, standing: Mapping[int, _Standing], chosen: int, shift: Shift
-) -> Iterator[int]:
+def _close(search: Search, standing: Mapping[int, _Standing], shift: Shift) -> Iterator[int]:
     """Yield the plans that the rule may choose after a change, or that may be the cheapest then, by estimate."""
     plan = search.space.run.plan
     estimated = estimated_effects(search, shift, list(standing))

@@ -193,7 +193,7 @@ def effects_of(
         candidate: Candidate | None = search.space.candidate(index)
         if candidate is not None and not _fits(shift, candidate):
             candidate = _variant(shift, candidate)
-        looks.append(_Look(shift, index, candidate, _after(shift, search)))
+        looks.append(_Look(shift, index, candidate, search.estimates))  # they are not read here
     return [ours for _, (ours, _) in _simulate(looks, search, pool, watch)]
 
 
