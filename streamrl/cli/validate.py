@@ -120,14 +120,14 @@ def validate(
     found = simulate_figures(figure or list(FIGURES)) if has_paper else []
     if output is not None:
         write_page(found, output, sets)
+    worse = [] if before is None else list(worsened(sets, before))
     if as_json:
         figures = {one.name: one.describe() for one in found}
-        worse = {} if before is None else {"worsened": list(worsened(sets, before))}
-        print_json({**{name: describe(some) for name, some in sets.items()}, **figures, **worse})
+        told = {} if before is None else {"worsened": worse}
+        print_json({**{name: describe(some) for name, some in sets.items()}, **figures, **told})
     else:
         _print(sets, found, rows)
-    if before is not None:
-        _end_with(list(worsened(sets, before)))
+    _end_with(worse)
 
 
 def _print(sets: dict[str, list[Row]], found: list[PaperFigure], has_rows: bool) -> None:
