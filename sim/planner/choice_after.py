@@ -79,15 +79,12 @@ def choices_after(
     verdicts = [*judged.verdicts, *judged.idle]
     known = [each for each in verdicts if each.effect is not None]
     close = [(each.shift, {*_close(search, standing, each.shift)}) for each in known]
-    effects: dict[int, Mapping[str, Effect]] = {}
-    for index in options:
-        asked = [shift for shift, plans in close if index in plans]
-        found = effects_of(search, index, asked, pool, watch)
-        effects[index] = {
-            shift.what: effect
-            for shift, effect in zip(asked, found, strict=True)
-            if effect is not None
-        }
+    asked = [(index, shift) for index in options for shift, plans in close if index in plans]
+    found = effects_of(search, asked, pool, watch)
+    effects: dict[int, dict[str, Effect]] = {index: {} for index in options}
+    for (index, shift), effect in zip(asked, found, strict=True):
+        if effect is not None:
+            effects[index][shift.what] = effect
     named = ((each, _choice(search, standing, chosen, each, effects)) for each in known)
     return {verdict.what: choice for verdict, choice in named if choice is not None}
 

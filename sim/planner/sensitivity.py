@@ -65,7 +65,7 @@ all but the first count, because each step starts with idle replicas. In the sec
 are left out.
 """
 UNSURE = 0.03
-"""Largest effect of other lengths on a cost per token that is simulated for longer where steps stream ahead, because its
+"""Largest effect of other lengths on a cost per token that is simulated for longer where steps overlap, because its
 direction is not known before.
 """
 STREAMING = 2 * FINAL_STEPS
@@ -182,19 +182,22 @@ def judge(
 
 def effects_of(
     search: Search,
-    index: int,
-    changes: Sequence[Shift],
+    asked: Sequence[tuple[int, Shift]],
     pool: Executor,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Effect | None]:
-    """Return the ratios of a plan after each change to itself before; None where it does not fit or no time is left."""
+    """Return the ratios of plans after changes to themselves before; None where a plan does not fit or no time is left.
+
+    All are simulated at once, for as many steps as the plans without the change. An effect below `CHANCE` may be chance.
+    """
     looks = []
-    for shift in changes:
+    for index, shift in asked:
         candidate: Candidate | None = search.space.candidate(index)
         if candidate is not None and not _fits(shift, candidate):
             candidate = _variant(shift, candidate)
         looks.append(_Look(shift, index, candidate, search.estimates))  # they are not read here
-    return [ours for _, (ours, _) in _simulate(looks, search, pool, watch)]
+    speeds = _speeds(_own_trials(looks, search, FINAL_STEPS), search, pool, watch)
+    return [_pair(look, search, speeds, place)[0] for place, look in enumerate(looks)]
 
 
 def estimated_effects(search: Search, shift: Shift, plans: Sequence[int]) -> list[Effect]:
@@ -425,10 +428,7 @@ def _simulate(
     looks: Sequence[_Look], search: Search, pool: Executor, watch: Callable[[], None]
 ) -> Iterator[tuple[_Look, _Pair]]:
     """Simulate the chosen plan and the other plan after each change, the chosen one first."""
-    trials: dict[_Key, Trial] = {}
-    for place, look in enumerate(looks):
-        if look.chosen is not None and _matters(look, search):
-            trials[place, look.chosen] = _trial(look, search, look.chosen)
+    trials = _own_trials(looks, search)
     for place, look in enumerate(looks):
         if look.other is not None and not _is_known(look, search, look.other):
             other = search.space.candidate(look.other)
@@ -437,19 +437,37 @@ def _simulate(
         run, own = search.space.run, search.space.candidate(looks[0].chosen_index)
         unchanged = _in_portions(shortened(run, run.seed, STREAMING), own)
         trials = {(UNCHANGED, own): unchanged, **trials}
-    found = run_all(pool, short_speed_of, trials.items(), watch, search.deadline)
-    speeds = {key: each for key, each in found.items() if not isinstance(each, Unfinished)}
+    speeds = _speeds(trials, search, pool, watch)
     pairs = [_pair(look, search, speeds, place) for place, look in enumerate(looks)]
     return zip(looks, _checked(looks, pairs, search, pool, watch), strict=True)
 
 
-def _trial(look: _Look, search: Search, candidate: Candidate) -> Trial:
+def _own_trials(
+    looks: Sequence[_Look], search: Search, streaming: int = STREAMING
+) -> dict[_Key, Trial]:
+    """Return the simulations of the chosen plan after each change, or of the plan of each look."""
+    return {
+        (place, look.chosen): _trial(look, search, look.chosen, streaming)
+        for place, look in enumerate(looks)
+        if look.chosen is not None and _matters(look, search)
+    }
+
+
+def _speeds(
+    trials: Mapping[_Key, Trial], search: Search, pool: Executor, watch: Callable[[], None]
+) -> dict[_Key, Speed]:
+    """Return the figures of the simulations that end in time."""
+    found = run_all(pool, short_speed_of, trials.items(), watch, search.deadline)
+    return {key: each for key, each in found.items() if not isinstance(each, Unfinished)}
+
+
+def _trial(look: _Look, search: Search, candidate: Candidate, streaming: int = STREAMING) -> Trial:
     """Return the simulation of a plan after a change, over few steps unless the chosen plan streams ahead."""
     is_price = look.shift.kind == "price"  # it changes no seconds, and `_ratios` applies it
     run = search.space.run if is_price else look.shift.run
     most = open_trial(search.base)[0].simulate.max_steps
     if _streams_ahead(look, search):
-        return _in_portions(shortened(run, run.seed, STREAMING), candidate)
+        return _in_portions(shortened(run, run.seed, streaming), candidate)
     steps = OVERLAPPING if _overlaps(search, look.chosen_index, candidate) else IN_TURNS
     return _in_portions(shortened(run, run.seed, min(most, steps)), candidate)
 
@@ -658,7 +676,8 @@ def _without_effect_of(shift: Shift, ratios: Effect | None) -> Effect:
 def _is_doubtful(look: _Look, search: Search, ratio: float) -> bool:
     """Return whether an effect is in the wrong direction, or small where no direction is known."""
     if look.shift.kind == "lengths" and _is_per_token(search):
-        return _streams_ahead(look, search) and abs(ratio - 1) < UNSURE
+        own = search.space.candidate(look.chosen_index)
+        return _overlaps(search, look.chosen_index, own) and abs(ratio - 1) < UNSURE
     return _is_contrary(look.shift, search, ratio)
 
 
