@@ -1,13 +1,36 @@
-"""Lock a directory for one process; the kernel releases the lock when the process ends."""
+"""Lock a directory for one process, and say who may read its files.
+
+The kernel releases the lock when the process ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 LOCK = "lock"
+HIDDEN: Mapping[str, int] = MappingProxyType({"owner": 0o077, "group": 0o027, "everyone": 0o022})
+"""By `execute.readers`: the permissions that new files lack (the umask)."""
+
+
+@contextlib.contextmanager
+def readable_by(readers: str, directory: Path) -> Iterator[None]:
+    """Within this context, this process and those that it starts make files for these readers alone.
+
+    A directory that exists, perhaps with files for more readers, is closed to the others too.
+    """
+    before = os.umask(HIDDEN[readers])
+    try:
+        if directory.is_dir():
+            directory.chmod(0o777 & ~HIDDEN[readers])
+        yield
+    finally:
+        os.umask(before)
 
 
 class DirectoryLock:

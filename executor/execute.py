@@ -27,6 +27,7 @@ from streamrl.engine.systems import build_dispatch, build_engine
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.chosen_classes import check_chosen_classes
+from streamrl.executor.directory_lock import readable_by
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
 from streamrl.executor.subscribers.attach_requests import with_attached
@@ -208,7 +209,8 @@ def execute(
         run = with_attached(run, Path(run.execute.output))
     check_executable(run)
     run = replace(run, cluster=price_local_cores_at_zero(run.cluster))
-    with joined(PlacedRoles.of(run)), Interruption() as interruption:
+    files = readable_by(run.execute.readers, Path(run.execute.output))
+    with files, joined(PlacedRoles.of(run)), Interruption() as interruption:
         try:
             asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
         except RuntimeError:

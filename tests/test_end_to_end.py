@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from streamrl.engine.trace import read_trace, replay
-from streamrl.executor.directory_lock import LOCK
+from streamrl.executor.directory_lock import LOCK, readable_by
 from streamrl.executor.launchers import prefork_server as prefork_server
 from streamrl.record.run_directory import read_metrics, read_rollouts
 from tests.command_line import streamrl
@@ -88,6 +88,24 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def open_to_others(directory: Path) -> list[Path]:
+    """Return the files of a run directory, and itself, that others than its owner may read or enter."""
+    return [path for path in (directory, *directory.rglob("*")) if path.stat().st_mode & 0o077]
+
+
+@pytest.mark.parametrize(("readers", "mode"), [("owner", 0), ("group", 0o040), ("everyone", 0o044)])
+def test_files_are_made_for_the_readers_alone(tmp_path: Path, readers: str, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        with readable_by(readers, tmp_path):
+            (tmp_path / "file").touch()
+        assert os.umask(0o022) == 0o022, "the umask of before is back"
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o077 == mode
+    assert tmp_path.stat().st_mode & 0o044 == mode
+
+
 def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     done = streamrl("execute", project / "run.toml", "--json")
     assert done.returncode == 0, done.stderr
@@ -97,6 +115,8 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     trace = read_trace(project / "run" / "trace.jsonl")
     check_every_rollout_is_accounted_for(trace)
     check_every_command_ends_once(trace)
+    assert open_to_others(project / "run") == []
+    (project / "run").chmod(0o755)
     again = streamrl("execute", project / "run.toml")
     assert again.returncode == 2 and "--resume" in again.stderr
     (project / "run" / "timeline.png").unlink()
@@ -108,6 +128,7 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     assert "some pictures of the run could not be written" in resumed.stderr
     ledger = json.loads(resumed.stdout)["ledger"]
     assert ledger["is_balanced"] and ledger["legs"] == 2 and ledger["checksummed"] >= 3
+    assert open_to_others(project / "run") == []
     assert ledger["drawn"] == 5 * 16 + sum(ledger["trainers"][0]["dropped"].values())
     steps = read_metrics(project / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]

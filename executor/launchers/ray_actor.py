@@ -81,12 +81,19 @@ class RayRole:
         return msgspec.msgpack.encode(Whereabouts(node, address, port, os.getpid()))
 
     async def begin(
-        self, role_path: str, config: bytes, directory: str, search: list[str], log: str
+        self,
+        role_path: str,
+        config: bytes,
+        directory: str,
+        search: list[str],
+        log: str,
+        umask: int,
     ) -> None:
         """Create the role in the driver's directory, with its output in `log`, if these paths exist on this node.
 
         Modules are also searched for in the driver's `search` path, after this process's own.
         """
+        os.umask(umask)
         with suppress(OSError):
             os.chdir(directory)  # paths in a run file are relative to it
         sys.path += [path for path in search if path not in sys.path]
@@ -195,12 +202,12 @@ class RayActor(Handle):
         )
         return self.whereabouts
 
-    async def begin(self, role_path: str, config: Config, log: str) -> None:
+    async def begin(self, role_path: str, config: Config, log: str, umask: int) -> None:
         """Create the role from its configuration, and watch for signs of life from now on."""
         self._beating = asyncio.create_task(self._beat())
         await self._await(
             self._actor.begin.remote(
-                role_path, bytes(encode(config)), str(Path.cwd()), list(sys.path), log
+                role_path, bytes(encode(config)), str(Path.cwd()), list(sys.path), log, umask
             )
         )
         self._has_begun = True

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.directory_lock import HIDDEN
 from streamrl.executor.launchers.handles import FACTOR, Config, Handle, RankHandles
 from streamrl.executor.launchers.launcher import (
     RELAY,
@@ -50,6 +51,7 @@ class RayLauncher(Launcher):
         self._node_of: dict[int, str] = {}
         """Ray's node id of each replica."""
         self._trainer_node: str | None = None
+        self._umask = HIDDEN[roles.execute.readers]
 
     @property
     def num_threads(self) -> int:
@@ -177,7 +179,7 @@ class RayLauncher(Launcher):
 
     async def _begin(self, actor: RayActor, role: str, config: Config, name: str) -> None:
         log = (self._directory.logs / f"{name}.log").resolve()
-        await actor.begin(role, config, str(log))
+        await actor.begin(role, config, str(log), self._umask)
 
 
 async def _ready(group: Any) -> None:

@@ -286,7 +286,7 @@ class Learner:
         with replaced_directory(path) as partial:
             for file in Path(self.config.model).iterdir():
                 if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-                    shutil.copy(file, partial)
+                    shutil.copyfile(file, partial / file.name)
             self.ranks.wait()
             self._save_models(partial)
             self.ranks.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -66,11 +67,13 @@ def execute(
 
         own = with_kept_inputs(run, Path(run.execute.output)) if resume else run
         run = fill_policies(run, Costs.load(own))
+    from streamrl.executor.directory_lock import HIDDEN
     from streamrl.executor.execute import execute as execute_run
 
     for finding in find_idle_clips(run):
         logger.warning(finding.text)
     output = Path(run.execute.output)
+    os.umask(HIDDEN[run.execute.readers])
     try:
         with RunWatch(
             run.algorithm.steps,

@@ -84,6 +84,8 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """Address of the cluster's head, as in ray.init; auto: the cluster of this machine."""
     output: str = "runs/run"
     """Run directory: trace, metrics, rollouts, checkpoints."""
+    readers: Literal["owner", "group", "everyone"] = "owner"
+    """Who may read the files of the run directory: prompts, rollouts, weights and logs."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     threads: int | None = None
