@@ -283,7 +283,7 @@ class RolloutBuffer:
             priority=command.priority,
             max_tokens=self.workload.max_tokens,
             prefix=buffered.output,
-            seed=self._seed_of(command.rollout),
+            seed=self._seed_of(command.rollout, buffered.num_tokens),
             output_path=path,
         )
 
@@ -386,11 +386,12 @@ class RolloutBuffer:
         size = self.workload.group_size
         return range(group * size, group * size + size)
 
-    def _seed_of(self, rollout: int) -> int | None:
-        """Return the seed of a rollout, which depends only on the run's seed and the rollout's number."""
+    def _seed_of(self, rollout: int, num_tokens: int) -> int | None:
+        """Return the seed of an attempt after `num_tokens` output tokens; each needs noise of its own."""
         if self._seed is None:
             return None
-        seed: int = SeedSequence([self._seed, rollout]).generate_state(1, np.uint64)[0]
+        place = (rollout, num_tokens) if num_tokens else (rollout,)
+        seed: int = SeedSequence([self._seed, *place]).generate_state(1, np.uint64)[0]
         return int(seed) >> 1
 
     def _take_path(self, rollout: int, buffered: BufferedRollout) -> str | None:

@@ -319,7 +319,8 @@ async def _execute_in(
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             logger.info(f"{what} from before the restart are continued")
-        seed = run.seed if run.execute.deterministic else None
+        has_seeds = run.execute.deterministic or run.rollout.seed_rollouts
+        seed = run.seed if has_seeds else None
         world = RealWorld(
             Trace(
                 run,

@@ -64,7 +64,10 @@ from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
 
 logger = logging.getLogger(__name__)
 
-SAMPLED_WITH = ("model.path", "rollout.temperature", "rollout.max_tokens")
+SAMPLED_WITH = (
+    *("model.path", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+    *("rollout.stop", "rollout.stop_token_ids", "rollout.max_tokens"),
+)
 """Keys on which the sampling distribution depends. Tokens sampled with other values are discarded."""
 
 

@@ -170,6 +170,7 @@ ROOMS = (
     "sim.batch_generation",
     *("executor.libc", "executor.checksums", "executor.directory_lock"),
     *("executor.adapter_layers", "executor.attention", "executor.pretrained", "executor.tokens"),
+    "executor.sampling",
     *("executor.prompt_probe", "executor.monitoring", "executor.roles", "executor.checkpoints"),
     *(
         "executor.end_of_turn",

@@ -12,7 +12,7 @@ from numpy.random import SeedSequence
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config
 from streamrl.runfile.config import Run
-from streamrl.runfile.roles_config import SecondaryTrainerConfig
+from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
 
 LOGITS_CHUNK = 1024
 """Tokens for which logits are computed at once. Liger and prime-rl use the same chunk."""
@@ -44,9 +44,10 @@ class RoleConfigs:
             "max_running": run.rollout.max_running,
             "max_tokens": run.rollout.max_tokens,
             "max_prompt_tokens": run.workload.max_prompt_tokens,
-            "temperature": run.rollout.temperature,
+            **_sampling(run.rollout),
+            "stop": run.rollout.stop,
             "seed": sampling_seed(run.seed, replica_id, self._num_starts()),
-            "end_tokens": self._end_tokens,
+            "end_tokens": sorted({*self._end_tokens, *run.rollout.stop_token_ids}),
             "backend": run.rollout.backend,
             "tensor_parallel": run.rollout.tensor_parallel,
             "expert_parallel": run.rollout.expert_parallel,
@@ -70,7 +71,7 @@ class RoleConfigs:
         return {
             "model": run.model.path,
             "learning_rate": algorithm.learning_rate,
-            "temperature": run.rollout.temperature,
+            **_sampling(run.rollout),
             "algorithm": algorithm.name,
             "correction": algorithm.corrected_by,
             "correction_cap": algorithm.correction_cap,
@@ -123,6 +124,12 @@ class RoleConfigs:
             "dtype": self._run.model.dtype,
             "deterministic": self._run.execute.deterministic,
         }
+
+
+def _sampling(rollout: RolloutConfig) -> Config:
+    """Return the distribution that replicas sample from, and whose log-probabilities the trainer computes."""
+    truncation = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
+    return {"temperature": rollout.temperature, "truncation": truncation}
 
 
 def sampling_seed(seed: int, replica_id: int, num_starts: int) -> int:

@@ -6,7 +6,7 @@
 | a run ends in exactly one call of its `on_end`, on the event loop, unless it is cancelled | the engine |
 | inside `paused()` no token is sampled, and every earlier `on_end` has been called | the engine |
 | after `stop()` or a crash, `submit` and `paused` raise `RuntimeError` | the engine |
-| log-probabilities are of softmax(logits / temperature), with the weights and KV cache that sampled | the engine |
+| log-probabilities are of softmax(logits / temperature) over the tokens that `truncation` leaves, with the weights and KV cache that sampled | the engine |
 | nothing of the engine outlives the replica's process | the engine; trivial without processes of its own |
 """
 
@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from streamrl.executor.roles import CacheState, Manifest
+from streamrl.executor.sampling import WHOLE, IsOver, Truncation
 from streamrl.runfile.backend_choice import RolloutBackend
 
 PREFILL_TOKENS = 512
@@ -44,7 +45,11 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int
     """Maximum length of a prompt; longer prompts are rejected."""
     temperature: float
-    """Divides the logits before sampling; there is no top-k or top-p truncation."""
+    """Divides the logits before sampling."""
+    truncation: Truncation = WHOLE
+    """Tokens that may be sampled."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a rollout; they need a tokenizer."""
     seed: int
     """Seed of sampling; results also depend on the order in which requests arrive."""
     backend: RolloutBackend = "transformers"
@@ -158,8 +163,12 @@ class InferenceEngine(Protocol):
         on_end: OnEnd,
         seed: int | None,
         priority: int,
+        is_over: IsOver | None = None,
     ) -> str:
         """Generate after `tokens` (prompt and prefix); return a unique name of this run.
+
+        With `is_over`, which is called with the output so far after each token, the run ends at the first token for
+        which it is true. Its output has no later token.
 
         If the cache is too small for all running sequences, those with the largest `priority` value wait.
         With a `seed` the output does not depend on earlier requests. Not every engine supports this:

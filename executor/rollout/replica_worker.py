@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from streamrl.executor.rollout.inference_engine import (
     ReplicaSettings,
     RunningSequence,
 )
+from streamrl.executor.sampling import IsOver, StopStrings
 from streamrl.executor.token_files import (
     Head,
     TokenRecord,
@@ -64,6 +66,8 @@ class _Attempt:
     request: Request
     prefix: list[int]
     ended: asyncio.Future[RunningSequence]
+    is_over: IsOver | None = None
+    """Whether its output ends with a stop string; None: the run has none."""
     run: str | None = None
     started_at: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -118,6 +122,7 @@ class ReplicaWorker(ReplicaRole):
         self._queue: list[tuple[int, int, int, _Attempt]] = []
         self._arrivals = itertools.count()
         self._tokenizer: Any = None
+        self._stop: StopStrings | None = None
         self._idle_since = 0.0
         self._is_stopped = False
         self._is_asleep = False
@@ -135,6 +140,8 @@ class ReplicaWorker(ReplicaRole):
         checksum = "" if manifest is None else await asyncio.to_thread(verify_buckets, manifest)
         if self.config.tokenizer is not None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.tokenizer)
+        if self.config.stop:
+            self._stop = StopStrings(self.config.stop, self._tokenizer)
         await self._engine.start(manifest)
         self._version = version
         return checksum
@@ -153,7 +160,8 @@ class ReplicaWorker(ReplicaRole):
         """
         self._check(request)
         prefix = read_blocks(request.prefix)[0].tolist()
-        attempt = _Attempt(request, prefix, asyncio.get_running_loop().create_future())
+        is_over = None if self._stop is None else partial(self._stop.ends, prefix)
+        attempt = _Attempt(request, prefix, asyncio.get_running_loop().create_future(), is_over)
         if self._saving is None and attempt.is_saved:
             self._saving = asyncio.create_task(self._save_running())
         self._attempts[request.rollout] = attempt
@@ -261,6 +269,7 @@ class ReplicaWorker(ReplicaRole):
                 lambda result: self._end(attempt, result),
                 request.seed,
                 request.priority,
+                *(() if attempt.is_over is None else (attempt.is_over,)),
             )
             self._running.add(attempt)
         except RuntimeError as error:
@@ -292,9 +301,7 @@ class ReplicaWorker(ReplicaRole):
                 f"rollout {request.rollout}: some log-probabilities under version {self._version} are not finite; "
                 "the replica restarts"
             )
-        finish: FinishReason = (
-            "stop" if run.tokens and run.tokens[-1] in self._engine.end_tokens else "length"
-        )
+        finish: FinishReason = "stop" if self._has_stopped(attempt, run.tokens) else "length"
         ended_at, prefill_time = _times(run)
         head = Head(
             request.rollout,
@@ -311,6 +318,12 @@ class ReplicaWorker(ReplicaRole):
             Path(part_of(request.output_path)).unlink(missing_ok=True)
         text = None if attempt.is_aborted else self._text(attempt.prefix + run.tokens)
         return completion_of(head, output, text)
+
+    def _has_stopped(self, attempt: _Attempt, tokens: list[int]) -> bool:
+        """Return whether an end token or a stop string ended a rollout."""
+        if tokens and tokens[-1] in self._engine.end_tokens:
+            return True
+        return attempt.is_over is not None and attempt.is_over(tokens)
 
     async def _save_running(self) -> None:
         """Save running rollouts every few seconds; if this replica dies, another one continues them."""

@@ -30,6 +30,7 @@ from streamrl.executor.rollout.inference_engine import (
 )
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import end_tokens, load_model, move, read_weights
+from streamrl.executor.sampling import IsOver, truncated
 
 PADDING = 0
 """Any token id: padding is on the left, where the attention mask hides it."""
@@ -44,6 +45,8 @@ class _Row:
     on_end: OnEnd
     random: torch.Generator | None = None
     """Generator of this sequence alone; None: use the engine's."""
+    ends: IsOver | None = None
+    """Whether the sequence ends with its last token; None: only end tokens and its length end it."""
     prefill_at: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -112,6 +115,7 @@ class StaticEngine:
         on_end: OnEnd,
         seed: int | None,
         priority: int,
+        is_over: IsOver | None = None,
     ) -> str:
         """Add a sequence to the next batch, which begins when control returns to the event loop."""
         self._check_alive()
@@ -120,7 +124,7 @@ class StaticEngine:
             asyncio.get_running_loop().call_soon(self._begin)
         run = next(self._ids)
         own = None if seed is None else torch.Generator(self._settings.device).manual_seed(seed)
-        self._rows[run] = _Row(tokens, max_new_tokens, on_end, own)
+        self._rows[run] = _Row(tokens, max_new_tokens, on_end, own, is_over)
         return run
 
     @asynccontextmanager
@@ -171,7 +175,7 @@ class StaticEngine:
         if not self._rows or self._batch is not None:
             return
         try:
-            batch = _Batch(self._model, list(self._rows.values()), self._settings.temperature)
+            batch = _Batch(self._model, list(self._rows.values()), self._settings)
         except Exception as error:
             self._break(error)
             return
@@ -198,7 +202,9 @@ class StaticEngine:
             row.on_end(row.so_far)
 
     def _has_ended(self, row: _Row) -> bool:
-        return len(row.tokens) >= row.max_new_tokens or row.tokens[-1] in self.end_tokens
+        if len(row.tokens) >= row.max_new_tokens or row.tokens[-1] in self.end_tokens:
+            return True
+        return row.ends is not None and row.ends(row.tokens)
 
     def _break(self, error: Exception) -> None:
         """End generation permanently after an error in the batch."""
@@ -229,10 +235,10 @@ def cache_name(model: Any) -> str:
 class _Batch:
     """The rows of one batch, padded on the left to the longest prefix, and their KV cache."""
 
-    def __init__(self, model: Any, rows: list[_Row], temperature: float) -> None:
+    def __init__(self, model: Any, rows: list[_Row], settings: ReplicaSettings) -> None:
         self._model = model
         self._rows = rows
-        self._temperature = temperature
+        self._settings = settings
         self._cache = DynamicCache(config=model.config)
         self._cached = {cache_name(model): self._cache}
         width = max(len(row.prefix) for row in rows)
@@ -287,4 +293,5 @@ class _Batch:
             **self._cached,
         )
         self._is_token = torch.cat([self._is_token, self._is_token.new_ones(len(self._rows), 1)], 1)
-        return torch.log_softmax(output.logits[:, -1].float() / self._temperature, dim=-1)
+        scaled = output.logits[:, -1].float() / self._settings.temperature
+        return torch.log_softmax(truncated(scaled, self._settings.truncation), dim=-1)

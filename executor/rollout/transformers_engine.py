@@ -24,6 +24,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from transformers import (
     AttentionInterface,
     ContinuousBatchingConfig,
     GenerationConfig,
+    LogitsProcessor,
     PreTrainedModel,
 )
 
@@ -54,6 +56,7 @@ from streamrl.executor.rollout.torch_model import (
     move,
     read_weights,
 )
+from streamrl.executor.sampling import IsOver, Truncation, truncated
 
 BY_ROW = "streamrl_by_row"
 """Name of this attention in transformers' registry."""
@@ -260,6 +263,8 @@ class TransformersEngine:
         self._settings = settings
         self._ids = map(str, itertools.count())
         self._on_end: dict[str, OnEnd] = {}
+        self._cancelled: list[str] = []
+        """Runs that a stop string ended; the thread may deliver more of their tokens until the next pause."""
         self._stopping = False
         self._passes = PassLog(settings.device)
         self._model: Any = None
@@ -313,6 +318,7 @@ class TransformersEngine:
         on_end: OnEnd,
         seed: int | None,
         priority: int,
+        is_over: IsOver | None = None,
     ) -> str:
         """Generate after `tokens` from the next forward pass on; `on_end` gets the output or an error.
 
@@ -322,9 +328,13 @@ class TransformersEngine:
             raise RuntimeError(STOPPED)
         run = next(self._ids)  # not the rollout's id: a late cancel would hit its next attempt
         self._on_end[run] = on_end
-        self._manager.register_result_handler(run, self._deliver)
+        self._manager.register_result_handler(run, partial(self._deliver, is_over))
         accepted = self._manager.add_request(
-            tokens, request_id=run, max_new_tokens=max_new_tokens, record_timestamps=True
+            tokens,
+            request_id=run,
+            max_new_tokens=max_new_tokens,
+            record_timestamps=True,
+            streaming=is_over is not None,  # then each token is delivered with all before it
         )
         if accepted is None:
             self._forget(run)
@@ -361,6 +371,8 @@ class TransformersEngine:
         threading.Thread(target=hold, daemon=True).start()
         try:
             await entered
+            while self._cancelled:
+                self._forget(self._cancelled.pop())
             yield
         finally:
             release.set()
@@ -441,10 +453,18 @@ class TransformersEngine:
         error: Exception | None = self._manager.background_thread_status.fatal_error
         return error
 
-    def _deliver(self, output: Any) -> None:
-        on_end = self._on_end.pop(output.request_id, None)
-        if on_end is not None:
-            on_end(self._failure(output.error) if output.error else _run_from(output))
+    def _deliver(self, is_over: IsOver | None, output: Any) -> None:
+        """Pass on the output of a run that has ended; end it if `is_over` says so."""
+        run = output.request_id
+        if run not in self._on_end:
+            return  # cancelled, or ended by an earlier token
+        if not output.error and not output.is_finished():
+            if is_over is None or not is_over(output.generated_tokens):
+                return
+            self._manager.cancel_request(run)  # its first token is here, so the thread has read it
+            self._cancelled.append(run)
+        on_end = self._on_end.pop(run)
+        on_end(self._failure(output.error) if output.error else _run_from(output))
 
     def _failure(self, why: str) -> Exception:
         if self._stopping:
@@ -479,7 +499,7 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
     if page_size > PAGE_TOKENS:
         num_pages = 1 if _slides(model) else math.ceil(max_length / PAGE_TOKENS)
         page_size = num_pages * PAGE_TOKENS
-    return model.init_continuous_batching(
+    manager = model.init_continuous_batching(
         _sampling(settings.temperature, end_tokens(model, settings.end_tokens)),
         ContinuousBatchingConfig(
             page_size=page_size,
@@ -494,6 +514,24 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
             seed=settings.seed,
         ),
     )
+    if not settings.truncation.is_whole:
+        processors = manager.logit_processor
+        processors.logits_processor.append(Truncate(settings.truncation))
+        processors.do_processing = True
+    return manager
+
+
+class Truncate(LogitsProcessor):  # type: ignore[misc]  # its types are not read
+    """Removes tokens as the trainer does; transformers' own processors apply the keys in another order."""
+
+    supports_continuous_batching = True
+
+    def __init__(self, truncation: Truncation) -> None:
+        self._truncation = truncation
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return logits / temperature, [n, vocabulary], without the tokens that may not be sampled."""
+        return truncated(scores, self._truncation)
 
 
 def _sampling(temperature: float, ends: frozenset[int]) -> GenerationConfig:

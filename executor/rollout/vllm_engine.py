@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,7 @@ from streamrl.executor.rollout.vllm_settings import (
     make_arguments,
     make_sampling,
 )
+from streamrl.executor.sampling import IsOver
 from streamrl.executor.transfer.shared_memory import read_buckets
 
 
@@ -100,6 +101,7 @@ class _Run:
     """One request."""
 
     on_end: OnEnd
+    is_over: IsOver | None = None
     task: asyncio.Task[None] | None = None
     prefill_at: float | None = None
     tokens: list[int] = field(default_factory=list)
@@ -113,15 +115,23 @@ class _Run:
         made = list(self.tokens), list(self.logprobs), self.prefill_at, list(self.token_times)
         return RunningSequence(*made)
 
-    def add(self, output: Any, came_at: float) -> None:
-        """Add the tokens of an output, and the start of its prefill if vLLM reports it."""
+    def add(self, output: Any, came_at: float) -> bool:
+        """Add the tokens of an output, and the start of its prefill if vLLM reports it.
+
+        Return whether a token ends the run; later ones are left out.
+        """
         (made,) = output.outputs
+        is_over = False
         for token, logprobs in zip(made.token_ids, made.logprobs or (), strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprobs[token].logprob)
             self.token_times.append(came_at)
+            if self.is_over is not None and self.is_over(self.tokens):
+                is_over = True
+                break
         if self.prefill_at is None and self.tokens:
             self.prefill_at = getattr(output.metrics, "scheduled_ts", 0.0) or None
+        return is_over
 
     def check_versions(self, spans: Any) -> None:
         """Raise `RuntimeError` if vLLM reports other weights for a token than this engine recorded."""
@@ -224,6 +234,7 @@ class VllmEngine:
         on_end: OnEnd,
         seed: int | None,
         priority: int,
+        is_over: IsOver | None = None,
     ) -> str:
         """Generate after `tokens` from the next pass that has room."""
         self._check_alive()
@@ -233,7 +244,7 @@ class VllmEngine:
             )
         self._num_runs += 1
         name = str(self._num_runs)
-        run = self._runs[name] = _Run(on_end, starts=[(self._weights, 0)])
+        run = self._runs[name] = _Run(on_end, is_over, starts=[(self._weights, 0)])
         prompt = {"prompt_token_ids": tokens, "cache_salt": self._weights}
         sampling = make_sampling(self._settings, max_new_tokens, self.end_tokens, seed)
         adapters = None if self._adapters is None else self._adapters.request()
@@ -337,15 +348,20 @@ class VllmEngine:
         self.submit(prompt, num_tokens, end, None, 0)
         await made
 
-    async def _follow(self, name: str, run: _Run, outputs: AsyncIterator[Any]) -> None:
+    async def _follow(self, name: str, run: _Run, outputs: AsyncGenerator[Any]) -> None:
         """Collect a request's output from vLLM until it ends."""
         output: Any = None
         result: RunningSequence | Exception
+        is_over = False
         try:
             async for output in outputs:
-                run.add(output, time.perf_counter())
+                is_over = run.add(output, time.perf_counter())
                 self._num_tokens += 1
-            run.check_versions(getattr(output.outputs[0], "weight_versions", None))
+                if is_over:
+                    break
+            await outputs.aclose()  # vLLM aborts a request that has not ended
+            if not is_over:  # vLLM reports versions with the end of a request
+                run.check_versions(getattr(output.outputs[0], "weight_versions", None))
             result = run.so_far
         except Exception as error:
             result = RuntimeError(STOPPED if self._is_stopped else f"{FAILED}: {error!r}")

@@ -172,7 +172,7 @@ def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
         seed=settings.seed,
         skip_tokenizer_init=True,
         generation_config="vllm",  # the model's own may truncate or penalise
-        logprobs_mode="processed_logprobs",  # of logits / temperature
+        logprobs_mode="processed_logprobs",  # of the tokens that may be sampled
         scheduling_policy="priority",
         enable_sleep_mode=settings.takes_turns
         and settings.device != "cpu",  # vLLM rejects it on CPUs
@@ -201,12 +201,15 @@ def device_arguments(settings: ReplicaSettings) -> dict[str, Any]:
 def make_sampling(
     settings: ReplicaSettings, max_new_tokens: int, ends: frozenset[int], seed: int | None
 ) -> Any:
-    """Return sampling parameters: no truncation, the log-probability of each token, and streamed output."""
+    """Return sampling parameters: the log-probability of each token among those that may be sampled, and streamed output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=settings.temperature,
+        top_k=settings.truncation.top_k or 0,
+        top_p=settings.truncation.top_p,
+        min_p=settings.truncation.min_p,
         max_tokens=max_new_tokens,
         stop_token_ids=sorted(ends),
         ignore_eos=True,  # only the tokens above end a rollout

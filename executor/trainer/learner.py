@@ -407,6 +407,7 @@ class Learner:
         config = self.config
         return {
             "temperature": config.temperature,
+            "truncation": config.truncation,
             "packing": config.packing,
             "dtype": DTYPES[config.dtype],
             "chunk": config.logits_chunk,

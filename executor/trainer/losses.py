@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from streamrl.executor.sampling import WHOLE, Truncation, truncated
 from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator
 
@@ -62,14 +63,31 @@ class Tokens:
     """[n] log-probabilities of the score pass, with the weights at the start of the batch; only for `decoupled`."""
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Compute `log softmax(logits / temperature)[token]`, [n] float32, from logits [n, vocabulary]."""
-    return -cross_entropy(scaled_logits(logits, temperature), tokens, reduction="none")
+def token_logprobs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float,
+    truncation: Truncation = WHOLE,
+) -> torch.Tensor:
+    """Compute `log softmax(logits / temperature)[token]`, [n] float32, from logits [n, vocabulary].
+
+    With a truncation the softmax is over the tokens that may be sampled, and the sampled token.
+    """
+    scaled = truncated(scaled_logits(logits, temperature), truncation, tokens)
+    return -cross_entropy(scaled, tokens, reduction="none")
 
 
-def token_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Compute the entropy of the next token, [n] float32 in nats, with gradient, from logits [n, vocabulary]."""
-    scaled = scaled_logits(logits, temperature).log_softmax(-1)
+def token_entropies(
+    logits: torch.Tensor,
+    temperature: float,
+    truncation: Truncation = WHOLE,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the entropy of the next token, [n] float32 in nats, with gradient, from logits [n, vocabulary].
+
+    With a truncation it is that of the tokens that may be sampled, and of the sampled `tokens`, [n].
+    """
+    scaled = truncated(scaled_logits(logits, temperature), truncation, tokens).log_softmax(-1)
     return -(scaled.exp() * scaled).sum(-1)
 
 

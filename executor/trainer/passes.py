@@ -35,6 +35,7 @@ from transformers import AttentionInterface
 from transformers.utils import ModelOutput
 
 from streamrl.executor.attention import attend
+from streamrl.executor.sampling import WHOLE, Truncation
 from streamrl.executor.tokens import Ids
 from streamrl.executor.trainer.losses import token_entropies, token_logprobs
 from streamrl.executor.trainer.sequences import TokenSequence
@@ -208,6 +209,7 @@ def output_logprobs(
     dtype: torch.dtype = torch.float32,
     *,
     chunk: int | None = None,
+    truncation: Truncation = WHOLE,
 ) -> torch.Tensor:
     """Compute the log-probability of each sampled token, [n], flat in the order of `sequences`.
 
@@ -216,7 +218,7 @@ def output_logprobs(
     """
 
     def taken(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return token_logprobs(logits, tokens, temperature)
+        return token_logprobs(logits, tokens, temperature, truncation)
 
     return _taken(taken, model, sequences, packing, dtype, chunk)
 
@@ -229,12 +231,14 @@ def outputs_with_entropy(
     dtype: torch.dtype = torch.float32,
     *,
     chunk: int | None = None,
+    truncation: Truncation = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log-probabilities as `output_logprobs` does, and the entropy of each sampling distribution, [n]."""
 
     def taken(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logprobs = token_logprobs(logits, tokens, temperature)
-        return torch.stack([logprobs, token_entropies(logits, temperature)], dim=-1)
+        logprobs = token_logprobs(logits, tokens, temperature, truncation)
+        entropies = token_entropies(logits, temperature, truncation, tokens)
+        return torch.stack([logprobs, entropies], dim=-1)
 
     logprobs, entropies = _taken(taken, model, sequences, packing, dtype, chunk).unbind(-1)
     return logprobs, entropies

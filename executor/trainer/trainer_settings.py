@@ -7,6 +7,7 @@ from typing import get_args
 import msgspec
 import torch
 
+from streamrl.executor.sampling import WHOLE, Truncation
 from streamrl.executor.trainer import losses
 from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
 from streamrl.runfile.algorithms import AlgorithmName, algorithm_named
@@ -34,6 +35,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     temperature: float
     """Temperature of rollout sampling; log-probabilities are computed at the same temperature."""
+    truncation: Truncation = WHOLE
+    """Tokens that rollouts may sample; log-probabilities are over the same tokens."""
     algorithm: AlgorithmName = "grpo"
     """See the table of `streamrl.executor.trainer.objectives`."""
     correction: CorrectionName | None

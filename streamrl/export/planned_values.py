@@ -172,6 +172,11 @@ def _generation(
     share = rollout.memory_utilization
     yield PlannedValue("memory_utilization", "rollout.memory_utilization", share, ALWAYS)
     yield PlannedValue("temperature", "rollout.temperature", rollout.temperature, (1.0,))
+    yield PlannedValue("top_p", "rollout.top_p", rollout.top_p, (1.0,))
+    yield PlannedValue("top_k", "rollout.top_k", rollout.top_k, (None,))
+    yield PlannedValue("min_p", "rollout.min_p", rollout.min_p, (0.0,))
+    ends = bool(rollout.stop or rollout.stop_token_ids)
+    yield PlannedValue("stop", "rollout.stop, rollout.stop_token_ids", ends, (False,))
     for place, other in enumerate(rollout.others):
         shown = f"{other.replicas} x TP{other.tensor_parallel} in pool {other.pool}"
         yield PlannedValue(f"others_{place}", f"rollout.others.{place}", shown, ALWAYS)

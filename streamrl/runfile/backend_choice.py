@@ -65,6 +65,8 @@ class EngineChoice:
     """Whether a replica may have several GPUs."""
     follows_pressure = True
     """Whether the number of running rollouts may change at any time, as `policies.concurrency` does."""
+    sampling_keys: tuple[str, ...] = ()
+    """Keys of `[rollout]` that it samples by, in addition to `temperature` and `stop_token_ids`."""
     is_deterministic = False
     """Whether each rollout is sampled from a seed of its own."""
     computes_latent_attention = True
@@ -87,6 +89,7 @@ class Transformers(EngineChoice):
     engine = "streamrl.executor.rollout.transformers_engine:TransformersEngine"
     admits = "reserves the longest output of max_running rollouts"
     computes_latent_attention = False
+    sampling_keys = ("top_p", "top_k", "min_p", "stop")
 
 
 class Static(EngineChoice):
@@ -97,6 +100,7 @@ class Static(EngineChoice):
     admits = "stores the outputs of up to max_running rollouts as they grow"
     follows_pressure = False
     is_deterministic = True
+    sampling_keys = ("top_p", "top_k", "min_p", "stop", "seed_rollouts")
 
 
 class Vllm(EngineChoice):
@@ -113,6 +117,7 @@ class Vllm(EngineChoice):
     serves_adapters = True
     splits_model = True
     computes_sinks = True
+    sampling_keys = ("top_p", "top_k", "min_p", "stop", "seed_rollouts")
     head_dims_on_cpu = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     """Of vLLM's kernels (0.32.0, v1/attention/backends/cpu_attn.py): with others its core dies of the first request."""
     limits = "streamrl.targets.execute_limits:limits_of_vllm"

@@ -394,6 +394,15 @@ def _check_model(model: ModelConfig) -> None:
         raise RunError("model.name", model.name, text=text, others=("model.path",))
 
 
+def _check_stops(rollout: RolloutConfig) -> None:
+    if "" in rollout.stop:
+        text = "rollout.stop has an empty text, which would end every rollout; remove it"
+        raise RunError("rollout.stop", list(rollout.stop), text=text)
+    if (least := min(rollout.stop_token_ids, default=0)) < 0:
+        text = f"rollout.stop_token_ids must be at least 0, got {least}"
+        raise RunError("rollout.stop_token_ids", least, Bounds(0), text)
+
+
 def _check_algorithms(algorithms: Iterable[AlgorithmConfig]) -> None:
     for number, algorithm in enumerate(algorithms):
         key = f"{trainer_key(number)}.algorithm" if number else "algorithm"
@@ -611,6 +620,7 @@ def _check_device(device: str) -> None:
 
 CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_model(run.model),
+    lambda run: _check_stops(run.rollout),
     check_bounds,
     *POOL_CHECKS,
     lambda run: _check_algorithms(

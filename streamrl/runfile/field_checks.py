@@ -228,6 +228,10 @@ def _price_error(key: str, text: str, gpu: object) -> RunError:
     return RunError(key, text, OneOf(list_prices_of(name)))
 
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Sampling options of engines that a policy gradient cannot use."""
+
+
 def _unknown(section: str, name: str, value: object, names: list[str]) -> RunError:
     """Return the error of an unknown key, with the likeliest keys first."""
     key = join_key(section, name)
@@ -240,6 +244,12 @@ def _unknown(section: str, name: str, value: object, names: list[str]) -> RunErr
         meant = _places()[elsewhere[0]]
     hint = f"; did you mean {meant[0].removeprefix(f'{section}.')}?" if meant else ""
     text = f"{key} is not a key of a run file{hint}"
+    if name in PENALTIES:
+        text = (
+            f"{key} is not supported; remove it: a penalty changes each log-probability by the tokens before it, "
+            "so the log-probabilities of the loss would be wrong"
+        )
+        meant = []
     return RunError(key, value, OneOf(meant), text, problem="unknown key")
 
 
@@ -426,6 +436,9 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "memory_utilization": POSITIVE_SHARE,
         "start_time": SECONDS,
         "temperature": POSITIVE,
+        "top_p": POSITIVE_SHARE,
+        "top_k": Bounds(1),
+        "min_p": SHARE,
     },
     SpeculativeConfig: {
         "tokens": Bounds(1, MOST_DRAFTED),

@@ -45,6 +45,8 @@ EXAMPLE = re.compile(r'such as "([^"]+)"')
 EXAMPLES: dict[type, str] = {Bandwidth: '"80 Gbps"', Duration: '"30 min"', Size: '"96 GB"'}
 """Example of each kind of quantity."""
 OF_NAMES: dict[str, str] = {
+    "stop": '["</answer>"]',
+    "top_k": "20",
     "path": '"models/Qwen3-8B"',
     "gpu": '"h100"',
     "pool": '"h20"',

@@ -215,6 +215,22 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities of the loss are at the same temperature."""
+    top_p: float = 1.0
+    """Executed: sample from the most likely tokens with this probability mass. Log-probabilities of
+    the loss are over the same tokens, also with `top_k` and `min_p`.
+    """
+    top_k: int | None = None
+    """Executed: sample from this number of most likely tokens; absent: from all."""
+    min_p: float = 0.0
+    """Executed: sample only tokens at least this likely relative to the most likely one."""
+    stop: tuple[str, ...] = ()
+    """Executed: texts that end a rollout. Its last token is the one that completes such a text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Executed: token ids that end a rollout, in addition to those that the model's files name."""
+    seed_rollouts: bool = False
+    """Executed: whether each rollout is sampled from a seed of its own, computed from `seed` and its
+    number. Its tokens then depend neither on its replica nor on other rollouts, except by rounding.
+    """
     memory_utilization: float = 0.9
     """Share of GPU memory for weights, KV cache and, except with SGLang, the workspace of a pass."""
     backend: RolloutBackend = "transformers"

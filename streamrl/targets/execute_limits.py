@@ -13,7 +13,12 @@ from streamrl.hardware.hugging_face import read_positions, why_not_executed
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.backend_choice import ENGINES, engine_named, training_backend_named
+from streamrl.runfile.backend_choice import (
+    ENGINES,
+    EngineChoice,
+    engine_named,
+    training_backend_named,
+)
 from streamrl.runfile.choices import import_object
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
@@ -40,6 +45,8 @@ class Limit(NamedTuple):
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Temperatures that vLLM supports (0.32.0, vllm/sampling_params.py). It silently raises lower ones to the minimum, and
 rejects higher ones."""
+WHOLE_SAMPLING = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "stop": (), "seed_rollouts": False}
+"""Keys of `[rollout]` that an engine may lack, with the values that need nothing of it."""
 VLLM_PLACES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can allocate (0.32.0, config/lora.py). An adapter uses the next larger one."""
 
@@ -220,11 +227,36 @@ def _limits_of_engine(
         further: Any = ENGINES.make(rollout.backend, partial(import_object, engine.limits))
         with ENGINES.blaming(rollout.backend):
             yield from further(rollout, model, workload, adapter_rank)
+    yield from _limits_of_sampling(rollout, engine, model)
     yield Limit(
         "policies.concurrency",
         concurrency,
         concurrency == "fixed" or engine.follows_pressure,
         f"'fixed' for backend {rollout.backend}, whose batch is full or at its end",
+    )
+
+
+def _limits_of_sampling(
+    rollout: RolloutConfig, engine: EngineChoice, model: ModelConfig
+) -> Iterator[Limit]:
+    """Yield the limits on how tokens are sampled, and on what ends a rollout."""
+    for key, whole in WHOLE_SAMPLING.items():
+        value = getattr(rollout, key)
+        able = [name for name in ENGINES.own if key in engine_named(name).sampling_keys]
+        yield Limit(
+            f"rollout.{key}",
+            value,
+            value == whole or key in engine.sampling_keys,
+            f"left out for backend {rollout.backend}, which cannot sample by it",
+            f"--set rollout.backend={able[-1]} can",
+        )
+    size = load_model(model).vocab_size
+    largest = max(rollout.stop_token_ids, default=0)
+    yield Limit(
+        "rollout.stop_token_ids",
+        largest,
+        largest < size,
+        f"below {size}, the vocabulary of the model",
     )
 
 

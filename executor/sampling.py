@@ -1,0 +1,115 @@
+"""Restrict which tokens may be sampled, and find where a stop string ends a rollout; both sides of a run use the same code.
+
+Truncation. A token is sampled from the softmax of logits / temperature over the tokens that remain. The keys apply in
+the order of vLLM (0.32.0, v1/sample/sampler.py):
+
+| key              | removes                                                                                  |
+|------------------|------------------------------------------------------------------------------------------|
+| `rollout.min_p`  | tokens less likely than `min_p` times the most likely token (arXiv 2407.01082)           |
+| `rollout.top_k`  | tokens below the `top_k` largest logits                                                  |
+| `rollout.top_p`  | the least likely tokens, while those left keep a mass of `top_p` (arXiv 1904.09751)      |
+
+The trainer must compute log-probabilities of the same distribution. So it removes the tokens that its own logits
+exclude. It never removes the token that was sampled: another policy version, or another rounding, may exclude it, and
+its log-probability would be minus infinity. DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, "Keep Sampling Mask") sends
+the sampler's set to the trainer instead. Both are the same where the weights are the same. With older rollouts, the two
+sets differ at their edges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+REMOVED = -1e9
+"""Logit of a token that is not sampled. It is finite, so that entropies are; its probability is exactly 0 in float32."""
+
+
+class Truncation(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens may be sampled; the default is all."""
+
+    top_k: int | None = None
+    """Number of most likely tokens; None: all."""
+    top_p: float = 1.0
+    """Least probability mass of the most likely tokens; 1: all."""
+    min_p: float = 0.0
+    """Least probability relative to the most likely token; 0: all."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every token may be sampled."""
+        return self.top_k is None and self.top_p == 1.0 and self.min_p == 0.0
+
+
+WHOLE = Truncation()
+
+
+def truncated(
+    scaled: torch.Tensor, truncation: Truncation, sampled: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return logits / temperature, [n, vocabulary], with `REMOVED` for tokens that may not be sampled.
+
+    `sampled`, [n] int64, are tokens that stay whatever their logits are.
+    """
+    if truncation.is_whole:
+        return scaled
+    with torch.no_grad():
+        is_out = scaled < _smallest_logits(scaled, truncation)
+        if sampled is not None:
+            is_out.scatter_(-1, sampled[:, None], False)
+    return scaled.masked_fill(is_out, REMOVED)
+
+
+def _smallest_logits(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return the smallest logit of each row, [n, 1], that may be sampled."""
+    size = scaled.shape[-1]
+    least = scaled.new_full((len(scaled), 1), -math.inf)
+    if truncation.min_p > 0:
+        least = scaled.amax(-1, keepdim=True) + math.log(truncation.min_p)
+    if truncation.top_k is not None and truncation.top_k < size:
+        rising = scaled.topk(truncation.top_k, dim=-1).values.flip(-1)
+        least = torch.maximum(least, rising[:, :1])
+    elif truncation.top_p < 1:
+        rising = scaled.sort(dim=-1).values
+    if truncation.top_p < 1:
+        mass = rising.masked_fill(rising < least, -math.inf).softmax(-1).cumsum(-1)
+        is_kept = mass > 1 - truncation.top_p
+        is_kept[:, -1] = True  # at least the most likely token
+        first = is_kept.int().argmax(-1, keepdim=True)
+        least = torch.maximum(least, rising.gather(-1, first))
+    return least
+
+
+TOKENS_PER_CHARACTER = 4
+"""Most tokens that one character can have: byte-level tokenizers have up to one for each byte of UTF-8."""
+IsOver = Callable[[Sequence[int]], bool]
+"""Whether a rollout with these output tokens has reached its end."""
+
+
+class StopStrings:
+    """Finds the token with which the text of a rollout first has one of some strings."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self._strings = tuple(strings)
+        self._tokenizer = tokenizer
+        # One token more than the longest string can have: the first token of the window may lose a leading space.
+        self._window = 1 + TOKENS_PER_CHARACTER * max(map(len, self._strings), default=0)
+
+    def ends(self, prefix: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Return whether the last token completes a stop string; call it after each token.
+
+        Args:
+            prefix: output tokens of earlier attempts.
+            tokens: output tokens after them.
+        """
+        if not self._strings or not tokens:
+            return False
+        tail = list(tokens[-self._window :])
+        if missing := self._window - len(tail):
+            tail = [*prefix[max(0, len(prefix) - missing) :], *tail]
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return any(string in text for string in self._strings)
