@@ -1,0 +1,163 @@
+"""Read the MLPs and experts of a config.json."""
+
+from __future__ import annotations
+
+from streamrl.hardware.config_fields import Fields
+from streamrl.hardware.config_layers import DENSE, MIXTURE, Mixing, of_marks, of_names
+from streamrl.hardware.model_shape import Experts
+from streamrl.hardware.model_types import UNKNOWN, ModelType
+
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "experts_per_token",
+    "moe_topk",
+)
+SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "share_expert_dim",
+)
+ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
+GATED = ("silu", "swish", "swiglu")
+"""Activations of MLPs with a gate. Others, such as relu2 and gelu, are used with and without one."""
+
+
+def has_gate(fields: Fields, known: ModelType) -> bool:
+    """Return whether MLPs have a gate.
+
+    Raises:
+        ValueError: the type is unknown, and its activation is used with and without gates.
+    """
+    stated = fields.value(*(key for key in ACTIVATION if fields.has(key)))
+    if known.has_gate is not None:
+        return known.has_gate
+    if stated is None:
+        fields.assume("no hidden_act: MLPs have a gate")
+        return True
+    if stated not in GATED:
+        raise ValueError(
+            f"hidden_act = {stated!r} of an unknown model_type does not tell whether MLPs have a gate; "
+            "a gate would be assumed"
+        )
+    return True
+
+
+def mixture(
+    fields: Fields, known: ModelType, num_layers: int, mixing: Mixing, *, has_gate: bool
+) -> Experts | None:
+    """Return the experts; None for a model without them."""
+    if mixing.blocks is not None and not mixing.blocks[MIXTURE]:
+        return None
+    if not fields.has(*NUM_EXPERTS) and not fields.has(*EXPERTS_PER_TOKEN):
+        return None
+    width = _expert_width(fields, known)
+    if mixing.blocks is not None:
+        num_dense = mixing.blocks[DENSE]
+    else:
+        num_dense = _num_dense_layers(fields, num_layers)
+    return Experts(
+        num_experts=fields.count(*_named_first(fields, NUM_EXPERTS)),
+        experts_per_token=fields.count(*_named_first(fields, EXPERTS_PER_TOKEN)),
+        intermediate_size=width,
+        num_shared_experts=_num_shared_experts(fields, known, width),
+        num_dense_layers=num_dense,
+        has_router_bias=_has_router_bias(fields, known),
+        has_bias=known.has_expert_bias,
+        has_shared_gate=known.has_shared_gate,
+        has_gate=has_gate,
+        latent_size=_latent_size(fields),
+    )
+
+
+def _named_first(fields: Fields, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names with those first that the file has."""
+    return tuple(sorted(names, key=lambda name: name not in fields.table))
+
+
+def _latent_size(fields: Fields) -> int | None:
+    return fields.count("moe_latent_size") if fields.has("moe_latent_size") else None
+
+
+def _has_router_bias(fields: Fields, known: ModelType) -> bool:
+    """Return whether each expert has a bias or a scale in the router."""
+    stated = fields.flag("use_routing_bias") or fields.flag("enable_moe_block")
+    return known.has_router_bias or stated or fields.table.get("topk_method") == "noaux_tc"
+
+
+def _expert_width(fields: Fields, known: ModelType) -> int:
+    if known.expert_width == "intermediate_size":
+        return fields.count("intermediate_size")
+    if known is UNKNOWN and not fields.has("moe_intermediate_size"):
+        fields.assume("no moe_intermediate_size: experts have intermediate_size channels")
+        return fields.count("intermediate_size")
+    return fields.count("moe_intermediate_size")
+
+
+def dense_width(fields: Fields, known: ModelType, experts: Experts | None) -> int:
+    """Return the channels of a plain MLP; those of an expert if there is none."""
+    if known.dense_width in fields.table or experts is None:
+        return fields.count(known.dense_width)
+    fields.read.add("intermediate_size")
+    if experts.num_dense_layers:
+        return fields.count("intermediate_size")
+    return fields.count_or(experts.intermediate_size, "intermediate_size", least=1)
+
+
+def _num_shared_experts(fields: Fields, known: ModelType, width: int) -> int:
+    """Return the shared experts, in experts of the routed ones' width.
+
+    Raises:
+        ValueError: their width is no multiple of it.
+    """
+    number = fields.count_or(0, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    if fields.flag(
+        "enable_moe_block"
+    ):  # Gemma 4: the plain MLP of each layer processes every token
+        return _multiple(fields, "intermediate_size", width)
+    for name in SHARED_WIDTH:
+        if fields.count_or(0, name):
+            fields.read.update(SHARED_WIDTH)
+            return _multiple(fields, name, width)
+    return number or known.num_shared_experts
+
+
+def _multiple(fields: Fields, name: str, width: int) -> int:
+    shared = fields.count(name)
+    if shared % width:
+        raise ValueError(
+            f"{name} must be a multiple of moe_intermediate_size {width}, got {shared}"
+        )
+    return shared // width
+
+
+def _num_dense_layers(fields: Fields, total: int) -> int:
+    """Return the number of layers with a plain MLP."""
+    first = fields.count_or(0, "first_k_dense_replace", "moe_layer_start_index")
+    fields.read.update(("moe_layer_freq", "interleave_moe_layer_step"))
+    if (kinds := fields.words("mlp_layer_types")) is not None:
+        return len(of_names("mlp_layer_types", kinds, total, BLOCKS, "dense"))
+    if isinstance(fields.table.get("moe_layer_freq"), list):
+        marks = fields.words("moe_layer_freq") or []
+        return of_marks("moe_layer_freq", marks, total, {0: DENSE, 1: MIXTURE})[DENSE]
+    if named := fields.words("moe_layers"):
+        return total - len(named)
+    listed = fields.words("mlp_only_layers") or []
+    if any(type(each) is not int or not 0 <= each < total for each in listed):
+        raise ValueError(f"mlp_only_layers must name layers below {total}, got {listed!r}")
+    every = fields.count_or(1, "moe_layer_freq", least=1)
+    step = fields.count_or(1, "decoder_sparse_step", "interleave_moe_layer_step", least=1)
+    if (every, step, listed) == (1, 1, []):
+        return first
+    mixtures = (
+        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in listed
+        for layer in range(total)
+    )
+    return total - sum(mixtures)
+
+
+BLOCKS = ("dense", "sparse", "moe", "hash_moe")
+"""Kinds in `mlp_layer_types`. A router with a table of tokens (`hash_moe`) has as many parameters as any other."""
