@@ -27,8 +27,6 @@ KNOWN = {
 }
 """Parameters of public models, as published or as transformers builds them."""
 REFUSED = {
-    "Falcon-H1-1.5B": "mamba_conv_bias, mamba_d_conv, mamba_d_head, mamba_d_ssm, mamba_d_state, mamba_expand, "
-    "mamba_n_groups, mamba_n_heads, mlp_expansion_factor may change",
     "Jamba-v0.1": "attn_layer_offset, attn_layer_period, expert_layer_offset, expert_layer_period, mamba_conv_bias, ",
 }
 PLAIN: dict[str, Any] = {
@@ -127,7 +125,9 @@ def test_an_unknown_type_is_read_by_its_fields_and_says_so(tmp_path: Path) -> No
         ({"hidden_act": "relu2"}, "hidden_act = 'relu2' .* does not tell whether MLPs have a gate"),
         ({"tie_word_embeddings": "absent"}, "tie_word_embeddings is missing"),
         ({"is_encoder_decoder": True}, "only decoders are supported"),
-        ({"layer_types": ["full_attention", "conv"] * 2}, "layer_types must name full_attention"),
+        ({"layer_types": ["full_attention", "rnn"] * 2}, "layer_types must name .* got 'rnn'"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types must name .* got 3 names"),
+        ({"layer_types": ["full_attention", "conv"] * 2}, "layers of conv need conv_L_cache"),
         ({"attn_type_list": [1, 0, 1, 1]}, r"attn_type_list must be 1 \(full attention\) .* got 0"),
         ({"num_experts": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}, "must be equal"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),

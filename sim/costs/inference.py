@@ -14,6 +14,7 @@ from typing import assert_never
 import numpy as np
 
 from streamrl.hardware.compressed_attention import CompressedAttention
+from streamrl.hardware.indexer import Indexer
 from streamrl.hardware.model_shape import (
     BYTES,
     Experts,
@@ -37,6 +38,8 @@ from streamrl.sim.costs.overheads import ServingEngine, load_engine
 
 SCORES_SHARE = 0.5
 """Share of attention's products that an indexer computes: scores of queries and keys, but no values."""
+GATE_PASSES = 6
+"""Passes of a short convolution over its channels: two products with a gate, each of two inputs and an output."""
 WINDOWED = "layers with a window"
 """What the seconds of sliding-window attention are said to be for."""
 ENTRIES = "attention to compressed tokens"
@@ -152,12 +155,10 @@ class Shard:
         mixed = 2 * self._width * tokens * linear.mixed_dim / degree
         output = self._mixing(tokens, hidden, linear.value_dim / degree)
         found = total([products, self.kernels.traffic(mixed), output])
-        if not linear.widened_dim:
+        if not linear.num_widened:
             return found
-        widened = self._mixing(
-            tokens, linear.widened_dim / 2 / degree, float(linear.value_head_dim)
-        )
-        return found + widened * 2
+        widened = self._mixing(tokens, linear.value_dim / degree, float(linear.value_head_dim))
+        return found + widened * linear.num_widened
 
     def _all_projections(self, tokens: Floats) -> Estimate:
         """Return the seconds of the products around attention in all layers."""
@@ -202,7 +203,10 @@ class Shard:
         values = model.value_head_dim * model.has_value_projection
         made = self._mixing(tokens, gated + kv_heads * (model.head_dim + values), hidden)
         inner = heads * model.value_head_dim
-        return made + self._mixing(tokens, hidden, inner, follows_norm=False)
+        found = made + self._mixing(tokens, hidden, inner, follows_norm=False)
+        return (
+            found if model.indexer is None else found + self._index_products(tokens, model.indexer)
+        )
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
         """Return the seconds of the all-reduce over tensor ranks, within and between NVLink domains."""
@@ -257,6 +261,8 @@ class Shard:
             (heads * latent.v_head_dim, rank),
             (hidden, heads * latent.v_head_dim),
         ]
+        if self.model.has_output_gate:
+            shapes.append((heads * latent.v_head_dim, hidden))
         if latent.q_lora_rank is None:
             shapes.append((queries, hidden))
         else:
@@ -265,9 +271,13 @@ class Shard:
         found = self._as_measured(tokens, latent, heads, found)
         if self.model.indexer is None:
             return found
-        ranks = self.model.hidden_size, latent.q_lora_rank or 0
-        indexed = total(self._mixing(tokens, n, k) for n, k in self.model.indexer.products(*ranks))
-        return found + indexed * self._indexed_share
+        return found + self._index_products(tokens, self.model.indexer)
+
+    def _index_products(self, tokens: Floats, indexer: Indexer) -> Estimate:
+        """Return the seconds of an indexer's products in a mean layer."""
+        ranks = self.model.hidden_size, self.model.index_input_size
+        indexed = total(self._mixing(tokens, n, k) for n, k in indexer.products(*ranks))
+        return indexed * self._indexed_share
 
     def _as_measured(
         self, tokens: Floats, latent: LatentAttention, heads: float, found: Estimate
@@ -413,6 +423,9 @@ class Shard:
                 return self.kernels.time("kimi_decode", batches, heads=heads)
             case "mamba-2":  # no table has the kernel of its states
                 return self.kernels.roofline_time("linear_decode", batches, heads=heads)
+            case "short-convolution":
+                kept = linear.state_bytes(round(self._width), self.tensor_parallel)
+                return self.kernels.traffic(2 * batches * kept)
             case _:
                 assert_never(linear.kind)
 
@@ -428,6 +441,9 @@ class Shard:
                 return self.kernels.time("kimi_prefill", tokens, heads=heads, batch=sequences)
             case "mamba-2":
                 return self.kernels.roofline_time("linear_prefill", tokens, heads=heads)
+            case "short-convolution":  # its gates; the projections count the convolution
+                channels = linear.value_dim / self.tensor_parallel
+                return self.kernels.traffic(GATE_PASSES * tokens * self._width * channels)
             case _:
                 assert_never(linear.kind)
 
@@ -437,7 +453,11 @@ class Shard:
             return self._dense_decode_layer(rollouts, contexts, model)
         attended = np.minimum(contexts, float(model.max_attended or np.inf))
         keys = self.kernels.traffic(rollouts * contexts * model.indexer.cached_bytes)
-        return self._dense_decode_layer(rollouts, attended, model) + keys * self._indexed_share
+        sparse = self._dense_decode_layer(rollouts, attended, model)
+        if dense := model.dense_share:
+            whole = self._dense_decode_layer(rollouts, contexts, model)
+            sparse = sparse * (1 - dense) + whole * dense
+        return sparse + keys * self._indexed_share
 
     def _dense_decode_layer(self, rollouts: int, contexts: Floats, model: ModelShape) -> Estimate:
         kernels = self.kernels
@@ -510,6 +530,9 @@ class Shard:
             batch=sequences,
         )
         seconds = scored.seconds * SCORES_SHARE * self._indexed_share
+        if dense := model.dense_share:
+            whole = self._prefill_layer(sequences, contexts, model)
+            attended = attended * (1 - dense) + whole * dense
         return attended + unmeasured(
             seconds, "scores of an indexer: half of attention's products", "scores of an indexer"
         )

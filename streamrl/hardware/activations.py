@@ -96,7 +96,12 @@ def _attention(model: ModelShape) -> tuple[float, float]:
     kept = num_plain * plain + num_windowed * _attention_layer(model.windowed)[0]
     if model.linear is not None:
         linear = model.linear
-        deltas = linear.projected_dim + linear.mixed_dim + linear.value_dim + linear.widened_dim
+        deltas = (
+            linear.projected_dim
+            + linear.mixed_dim
+            + linear.value_dim
+            + linear.num_widened * linear.value_dim
+        )
         kept += linear.num_layers * deltas
     return kept / model.num_layers, num_plain * expanded / model.num_layers
 
@@ -111,7 +116,8 @@ def _attention_layer(model: ModelShape) -> tuple[float, float]:
         return model.compressed.kept_channels(queries, model.head_dim), 0.0
     gates = model.num_heads * model.head_dim * model.has_output_gate
     channels = model.head_dim + model.value_head_dim
-    return float((model.num_heads + model.num_kv_heads) * channels + gates), 0.0
+    kept = float((model.num_heads + model.num_kv_heads) * channels + gates)
+    return kept + _index_channels(model), 0.0
 
 
 def _index_channels(model: ModelShape) -> float:

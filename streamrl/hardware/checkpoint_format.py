@@ -25,9 +25,12 @@ TOLERANCE = 0.02
 MODELOPT = {
     **{"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PB_REAL": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8"},
     **{"MXFP8": "mxfp8", "NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "W4A8_NVFP4_FP8": "nvfp4"},
+    "W4A16_NVFP4": "nvfp4",
     **{"W4A16_AWQ": "int4", "W4A8_AWQ": "int4", "INT8_SQ": "int8", "W8A8_SQ_PER_CHANNEL": "int8"},
 }
 """Formats of ModelOpt's `quant_algo`."""
+MIXED = "MIXED_PRECISION"
+"""ModelOpt's `quant_algo` of a checkpoint whose `quantized_layers` have a format each."""
 METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4"}
 """Formats of a `quant_method` that has only one."""
 BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4": 4.16, "fp8": 8.0, "mxfp8": 8.25, "int8": 8.0}
@@ -47,6 +50,8 @@ class CheckpointFormat(NamedTuple):
     """File and field that name it."""
     group: int | None = None
     """Values that share a scale, where the file says it."""
+    others: tuple[str, ...] = ()
+    """Formats of other quantised layers. Bytes count these layers in `dtype`, or in 16 bits next to narrow experts."""
 
     @property
     def bits(self) -> float:
@@ -58,6 +63,7 @@ class CheckpointFormat(NamedTuple):
     def __str__(self) -> str:
         """Return a short text: "mxfp4 (routed experts only), by quantization_config in config.json"."""
         which = "routed experts only" if self.experts_only else "linear layers"
+        which += f"; other layers in {' and '.join(self.others)}" if self.others else ""
         return f"{self.dtype} ({which}), by {self.stated_in}"
 
 
@@ -85,6 +91,8 @@ def checkpoint_format(table: Mapping[str, object], directory: Path) -> Checkpoin
 def _of_config(config: Mapping[str, object]) -> CheckpointFormat:
     method, where = config.get("quant_method"), "quantization_config in config.json"
     algorithm = config.get("quant_algo")
+    if algorithm == MIXED:
+        return _of_layers(config, where)
     if isinstance(algorithm, str):
         return CheckpointFormat(_modelopt_dtype(algorithm), False, where)
     if isinstance(method, str) and method in METHODS:
@@ -154,9 +162,29 @@ def _of_modelopt(path: Path) -> CheckpointFormat | None:
     table = _json(path)
     part = table.get("quantization") if isinstance(table, dict) else None
     algorithm = part.get("quant_algo") if isinstance(part, dict) else None
+    if isinstance(part, dict) and algorithm == MIXED:
+        return _of_layers(part, f"quantized_layers in {MODELOPT_FILE}")
     if not isinstance(algorithm, str):
         return None
     return CheckpointFormat(_modelopt_dtype(algorithm), False, f"quant_algo in {MODELOPT_FILE}")
+
+
+def _of_layers(part: Mapping[str, object], where: str) -> CheckpointFormat:
+    """Return the narrowest format of the layers in `quantized_layers`, and the others.
+
+    Raises:
+        ValueError: no layer is named, or one has a format that is not known.
+    """
+    layers = part.get("quantized_layers")
+    names: dict[str, list[str]] = {}
+    for name, layer in layers.items() if isinstance(layers, dict) else ():
+        algorithm = layer.get("quant_algo") if isinstance(layer, dict) else None
+        names.setdefault(_modelopt_dtype(str(algorithm)), []).append(name)
+    if not names:
+        raise ValueError(f"quant_algo is {MIXED}, but quantized_layers names no layer")
+    dtype, *others = sorted(names, key=lambda each: BITS[each])
+    are_experts = all(".experts" in name or name == "lm_head" for name in names[dtype])
+    return CheckpointFormat(dtype, are_experts, where, others=tuple(others))
 
 
 def _json(path: Path) -> object:

@@ -12,6 +12,7 @@ from streamrl.hardware.config_layers import (
     DENSE_ENTRIES,
     SPARSE_ENTRIES,
     Mixing,
+    of_marks,
     of_names,
 )
 from streamrl.hardware.indexer import Indexer
@@ -19,6 +20,18 @@ from streamrl.hardware.model_shape import LatentAttention, WindowHeads
 from streamrl.hardware.model_types import UNKNOWN, ModelType
 
 QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
+ATTENTION_BIAS = (
+    "attention_bias",
+    "use_qkv_bias",
+    "qkv_bias",
+    "attention_qkv_bias",
+    "add_qkv_bias",
+)
+UNUSED_OF_BLOCKS = (
+    *("use_sparse_attention", "sparse_disable_index_value", "sparse_init_block"),
+    *("index_local_blocks", "sparse_score_type"),
+)
+"""Fields that change which blocks MiniMax-M3 chooses, but not how many."""
 
 
 def attention_heads(
@@ -121,13 +134,14 @@ def _of_full_layers(fields: Fields) -> Fields:
         return Fields(own)
     types, tables = fields.table.get("layer_types"), list(layers.values())
     full = (
-        {str(at) for at, kind in enumerate(types) if kind == "full_attention"}
+        {at for at, kind in enumerate(types) if kind == "full_attention"}
         if isinstance(types, list)
         else set()
     )
+    named = {int(at) for at in layers if at.isdecimal()}  # as "5" or as "05"
     first = tables[0]
     is_known = isinstance(first, dict) and first.keys() <= {"head_dim", "num_key_value_heads"}
-    if not is_known or full != layers.keys() or any(each != first for each in tables):
+    if not is_known or full != named or any(each != first for each in tables):
         raise ValueError(
             "per_layer_config is understood only as head_dim and num_key_value_heads of all layers with full attention"
         )
@@ -158,7 +172,8 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 def latent_attention(fields: Fields) -> LatentAttention | None:
     """Return latent attention; None for a model without it."""
-    if not fields.has("kv_lora_rank") and "q_lora_rank" not in fields.table:
+    if not fields.has("kv_lora_rank", "q_lora_rank"):
+        fields.read.update(("kv_lora_rank", "q_lora_rank"))
         return None
     has_rank = fields.table.get("q_lora_rank") is not None
     fields.read.add("q_lora_rank")
@@ -210,6 +225,8 @@ def hyper_connections(fields: Fields) -> HyperConnections | None:
 
 def token_indexer(fields: Fields, num_layers: int) -> Indexer | None:
     """Return the indexer of sparse attention; None for a model without one."""
+    if fields.has("index_topk_blocks"):
+        return _block_indexer(fields, num_layers)
     if not fields.has("index_topk"):
         return None
     return Indexer(
@@ -217,6 +234,28 @@ def token_indexer(fields: Fields, num_layers: int) -> Indexer | None:
         head_dim=fields.count("index_head_dim"),
         top_k=fields.count("index_topk"),
         num_layers=_num_indexers(fields, num_layers),
+    )
+
+
+def _block_indexer(fields: Fields, num_layers: int) -> Indexer:
+    """Return the indexer of MiniMax-M3, which chooses blocks of tokens. Some layers attend to all tokens."""
+    fields.read.update(UNUSED_OF_BLOCKS)
+    marks, types = fields.words("sparse_attention_freq"), fields.words("layer_types")
+    size = fields.count("index_block_size")
+    if marks is not None:
+        kinds = {0: "full", 1: "sparse"}
+        own = of_marks("sparse_attention_freq", marks, num_layers, kinds)["sparse"]
+    else:
+        own = (types or []).count("minimax_m3_sparse")
+    if not own:
+        raise ValueError("index_topk_blocks needs sparse_attention_freq with sparse layers")
+    fields.assume("index keys of sparse attention are kept in 16 bits")
+    return Indexer(
+        num_heads=fields.count("index_n_heads"),
+        head_dim=fields.count("index_head_dim"),
+        top_k=fields.count("index_topk_blocks") * size,
+        num_layers=None if own == num_layers else own,
+        block_size=size,
     )
 
 
@@ -244,7 +283,7 @@ def normed_over(fields: Fields, known: ModelType) -> str:
     if known.qk_norm == "none":
         return "none"
     has_norm = fields.flag(*QK_NORM)
-    if fields.value("qk_norm_type") == "per_layer":
+    if fields.value("qk_norm_type") == "per_layer":  # "per_head" is the usual norm
         return "heads" if has_norm else "none"
     return "head" if has_norm else "none"
 
@@ -267,6 +306,8 @@ def has_head_gates(fields: Fields, known: ModelType) -> bool:
 
 def attention_biases(fields: Fields, known: ModelType) -> tuple[bool, bool]:
     """Return whether queries, keys and values have biases, and whether the output has one."""
-    stated = fields.flag("attention_bias", "use_qkv_bias", "qkv_bias", "attention_qkv_bias")
+    stated = fields.flag(*ATTENTION_BIAS)
     own = known.has_qkv_bias, known.has_output_bias
+    if known.has_linear_bias is not None:
+        stated = fields.flag("use_bias", "bias", default=known.has_linear_bias)
     return (stated if own[0] is None else own[0], stated if own[1] is None else own[1])

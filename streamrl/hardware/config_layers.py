@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from streamrl.hardware.config_fields import Fields
+from streamrl.hardware.config_names import block_parts
 from streamrl.hardware.model_types import ModelType
+from streamrl.runfile.errors import shown
 
 MOST_LAYERS = 10_000
 """More layers than any model has."""
@@ -17,6 +19,11 @@ LAYER_KINDS = {
     "linear_attention": LINEAR,
     "chunked_attention": SLIDING,
     "indexed_attention": FULL,
+    "deepseek_sparse_attention": FULL,
+    "minimax_m3_sparse": FULL,
+    "attention": FULL,
+    "mamba": LINEAR,
+    "conv": LINEAR,
 }
 """Kinds in `layer_types`."""
 SPARSE_ENTRIES, DENSE_ENTRIES = "sparse entries", "dense entries"
@@ -47,15 +54,38 @@ class Mixing(NamedTuple):
     """Number of MLPs and mixtures that are layers of their own; None if they follow attention in each layer."""
     window: int | None = None
     """Tokens of the window."""
+    unmixed: int = 0
+    """Number of layers with an MLP alone, of a model whose other layers have both."""
+    bare: int = 0
+    """Number of layers with attention alone, of such a model."""
+    is_parallel: bool = False
+    """Whether each layer has both full attention and linear attention (Falcon-H1)."""
+
+    @property
+    def num_unmixed(self) -> int:
+        """Number of layers that mix no tokens."""
+        return self.unmixed + sum((self.blocks or {}).values())
+
+    @property
+    def num_layers(self) -> int:
+        """Number of all layers."""
+        linear = 0 if self.is_parallel else self.linear
+        return self.full + self.sliding + linear + self.num_unmixed
 
 
 def token_mixing(fields: Fields, known: ModelType) -> Mixing:
     """Return the number of layers of each kind, from the first field that tells it."""
     if (blocks := _blocks(fields)) is not None:
         return blocks
-    total = fields.count("num_hidden_layers", "n_layer", "num_layers")
+    total = fields.count("num_hidden_layers")
     if total > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {total}")
+    if (listed := fields.words("block_configs")) is not None:
+        full, bare = (total - len([*block_parts(listed, name)]) for name in ("attention", "ffn"))
+        return Mixing(total - full, unmixed=full, bare=bare)
+    if known.has_parallel_mamba:
+        fields.read.add("attn_layer_indices")
+        return Mixing(total, linear=total, is_parallel=True)
     counts = _stated_kinds(fields, known, total)
     if counts is None:
         return _of_one_kind(fields, known, total)
@@ -68,7 +98,7 @@ def token_mixing(fields: Fields, known: ModelType) -> Mixing:
 def _blocks(fields: Fields) -> Mixing | None:
     """Return the layers of a model whose layers are one block each; None for any other model."""
     stated = fields.value("hybrid_override_pattern", "layers_block_type")
-    if stated is None:
+    if stated is None or _names_whole_layers(stated):
         return None
     if not isinstance(stated, str | list):
         raise ValueError(f"hybrid_override_pattern must be text, got {stated!r}")
@@ -82,6 +112,12 @@ def _blocks(fields: Fields) -> Mixing | None:
     return Mixing(kinds.count(FULL), 0, kinds.count(LINEAR), blocks)
 
 
+def _names_whole_layers(stated: object) -> bool:
+    """Return whether a list names what mixes tokens alone: each layer then has an MLP too (Bamba)."""
+    whole = ("mamba", "attention", "linear_attention", "full_attention")
+    return isinstance(stated, list) and bool(stated) and all(each in whole for each in stated)
+
+
 def _kinds(values: list[object], known: Mapping[str, str], name: str) -> list[str]:
     kinds = [known.get(each) if isinstance(each, str) else None for each in values]
     if None in kinds:
@@ -92,7 +128,7 @@ def _kinds(values: list[object], known: Mapping[str, str], name: str) -> list[st
 
 def _stated_kinds(fields: Fields, known: ModelType, total: int) -> dict[str, int] | None:
     """Return the number of layers of each kind; None if the file names none."""
-    types = fields.words("layer_types")
+    types = fields.words("layer_types") or fields.words("layers_block_type")
     linear = fields.part("linear_attn_config")
     pattern = fields.words("hybrid_layer_pattern")
     fields.read.update(
@@ -101,7 +137,13 @@ def _stated_kinds(fields: Fields, known: ModelType, total: int) -> dict[str, int
     if (entries := compressed_layers(fields)) is not None:
         return {FULL: entries[SPARSE_ENTRIES] + entries[DENSE_ENTRIES], **entries}
     if types is not None:
-        return _of_layer_types(types, total)
+        drafts = fields.count_or(0, "num_nextn_predict_layers")
+        fields.read.update(("attn_layer_indices", "full_attn_idxs"))
+        return _of_layer_types(types[:total] if len(types) == total + drafts else types, total)
+    if (
+        indices := fields.words("attn_layer_indices") or fields.words("full_attn_idxs")
+    ) is not None:
+        return _of_indices(indices, total)
     if linear is not None:
         return _of_listed_layers(linear, total)
     if pattern is not None:
@@ -117,11 +159,19 @@ def _of_layer_types(types: list[object], total: int) -> dict[str, int]:
     unknown = [each for each in types if not isinstance(each, str) or each not in LAYER_KINDS]
     if unknown or len(types) != total:
         *most, last = LAYER_KINDS
+        got = shown(unknown[0]) if unknown else f"{len(types)} names"
         raise ValueError(
-            f"layer_types must name {', '.join(most)} or {last} for each of {total} layers, got {types!r}"
+            f"layer_types must name {', '.join(most)} or {last} for each of {total} layers, got {got}"
         )
     kinds = [LAYER_KINDS[str(each)] for each in types]
     return {kind: kinds.count(kind) for kind in (FULL, SLIDING, LINEAR)}
+
+
+def _of_indices(indices: list[object], total: int) -> dict[str, int]:
+    """Return the layers of a list of those with full attention; all others have linear attention."""
+    if any(type(each) is not int or not 0 <= each < total for each in indices):
+        raise ValueError(f"attn_layer_indices must name layers below {total}, got {shown(indices)}")
+    return {FULL: len(set(indices)), LINEAR: total - len(set(indices))}
 
 
 def _of_listed_layers(table: Mapping[str, object], total: int) -> dict[str, int]:
@@ -147,7 +197,7 @@ def compressed_layers(fields: Fields) -> dict[str, int] | None:
     is_named = isinstance(types, list) and any(f"{each}".endswith(COMPRESSED) for each in types)
     if ratios is None and not is_named and not fields.has("compress_rates"):
         return None
-    total = fields.count("num_hidden_layers", "n_layer", "num_layers")
+    total = fields.count("num_hidden_layers")
     if isinstance(types, list):
         kinds = _kinds(types, ENTRY_TYPES, "layer_types")
     elif ratios is not None:
@@ -213,7 +263,7 @@ def _all_full(fields: Fields, total: int) -> int:
     Raises:
         ValueError: it has a window that may change some of its layers.
     """
-    window, most = fields.value("sliding_window"), fields.table.get("max_position_embeddings")
+    window, most = _stated_window(fields), fields.table.get("max_position_embeddings")
     if window is None or "use_sliding_window" in fields.table:
         return total
     if isinstance(window, int) and isinstance(most, int) and window >= most:
@@ -222,6 +272,12 @@ def _all_full(fields: Fields, total: int) -> int:
         f"sliding_window = {window!r} is not understood without layer_types or use_sliding_window; full attention in "
         "all layers would be assumed"
     )
+
+
+def _stated_window(fields: Fields) -> object:
+    """Return the stated tokens of a window; None for -1, which some files have for no window."""
+    window = fields.value("sliding_window", "sliding_window_size")
+    return None if window == -1 else window
 
 
 def _window(fields: Fields, known: ModelType) -> int | None:

@@ -6,6 +6,7 @@ from streamrl.hardware.config_fields import Fields
 from streamrl.hardware.config_layers import DENSE, MIXTURE, Mixing, of_marks, of_names
 from streamrl.hardware.model_shape import Experts
 from streamrl.hardware.model_types import UNKNOWN, ModelType
+from streamrl.runfile.errors import shown
 
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = (
@@ -14,6 +15,8 @@ EXPERTS_PER_TOKEN = (
     "top_k_experts",
     "experts_per_token",
     "moe_topk",
+    "moe_top_k",
+    "moe_k",
 )
 SHARED_WIDTH = (
     "shared_expert_intermediate_size",
@@ -21,9 +24,17 @@ SHARED_WIDTH = (
     "shared_intermediate_size",
     "share_expert_dim",
 )
+ROUTER_BIAS = (
+    *("use_routing_bias", "use_moe_router_bias", "moe_router_enable_expert_bias"),
+    *("use_expert_bias", "moe_use_aux_free"),
+)
+"""Flags of a correction of each expert's score."""
+BESIDE_EXPERTS = ("enable_moe_block", "residual_moe")
+"""Flags of a plain MLP that processes every token next to the experts (Gemma 4, Grok-2)."""
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
-GATED = ("silu", "swish", "swiglu")
+GATED = ("silu", "swish", "swiglu", "swigluoai", "situ")
 """Activations of MLPs with a gate. Others, such as relu2 and gelu, are used with and without one."""
+FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def has_gate(fields: Fields, known: ModelType) -> bool:
@@ -32,7 +43,8 @@ def has_gate(fields: Fields, known: ModelType) -> bool:
     Raises:
         ValueError: the type is unknown, and its activation is used with and without gates.
     """
-    stated = fields.value(*(key for key in ACTIVATION if fields.has(key)))
+    fields.read.update(ACTIVATION)
+    stated = next((fields.table[key] for key in ACTIVATION if fields.has(key)), None)
     if known.has_gate is not None:
         return known.has_gate
     if stated is None:
@@ -52,7 +64,7 @@ def mixture(
     """Return the experts; None for a model without them."""
     if mixing.blocks is not None and not mixing.blocks[MIXTURE]:
         return None
-    if not fields.has(*NUM_EXPERTS) and not fields.has(*EXPERTS_PER_TOKEN):
+    if not _has_experts(fields):
         return None
     width = _expert_width(fields, known)
     if mixing.blocks is not None:
@@ -73,18 +85,35 @@ def mixture(
     )
 
 
+def _has_experts(fields: Fields) -> bool:
+    """Return whether the file names experts. Dense models of a family with mixtures have 0 experts, or 1."""
+    number = next((fields.table[name] for name in NUM_EXPERTS if fields.has(name)), None)
+    if number == 0 or (number == 1 and not fields.has(*EXPERTS_PER_TOKEN)):
+        fields.read.update((*NUM_EXPERTS, *EXPERTS_PER_TOKEN, *SHARED_WIDTH))
+        return False
+    return number is not None or fields.has(*EXPERTS_PER_TOKEN)
+
+
+def has_mlp_bias(fields: Fields, known: ModelType) -> bool:
+    """Return whether the products of a plain MLP have biases."""
+    if known.has_linear_bias is not None:
+        return fields.flag("use_bias", "bias", "mlp_bias", default=known.has_linear_bias)
+    return fields.flag("mlp_bias")
+
+
 def _named_first(fields: Fields, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names with those first that the file has."""
     return tuple(sorted(names, key=lambda name: name not in fields.table))
 
 
 def _latent_size(fields: Fields) -> int | None:
-    return fields.count("moe_latent_size") if fields.has("moe_latent_size") else None
+    names = ("moe_latent_size", "routed_expert_hidden_size")
+    return fields.count(*_named_first(fields, names)) if fields.has(*names) else None
 
 
 def _has_router_bias(fields: Fields, known: ModelType) -> bool:
     """Return whether each expert has a bias or a scale in the router."""
-    stated = fields.flag("use_routing_bias") or fields.flag("enable_moe_block")
+    stated = fields.any_flag(*ROUTER_BIAS, *BESIDE_EXPERTS)
     return known.has_router_bias or stated or fields.table.get("topk_method") == "noaux_tc"
 
 
@@ -99,7 +128,11 @@ def _expert_width(fields: Fields, known: ModelType) -> int:
 
 def dense_width(fields: Fields, known: ModelType, experts: Experts | None) -> int:
     """Return the channels of a plain MLP; those of an expert if there is none."""
+    if fields.has("dense_intermediate_size"):
+        fields.read.add("intermediate_size")
+        return fields.count("dense_intermediate_size")
     if known.dense_width in fields.table or experts is None:
+        fields.read.add("intermediate_size")
         return fields.count(known.dense_width)
     fields.read.add("intermediate_size")
     if experts.num_dense_layers:
@@ -113,10 +146,10 @@ def _num_shared_experts(fields: Fields, known: ModelType, width: int) -> int:
     Raises:
         ValueError: their width is no multiple of it.
     """
-    number = fields.count_or(0, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    if fields.flag(
-        "enable_moe_block"
-    ):  # Gemma 4: the plain MLP of each layer processes every token
+    number = fields.count_or(
+        0, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
+    )
+    if fields.any_flag(*BESIDE_EXPERTS):
         return _multiple(fields, "intermediate_size", width)
     for name in SHARED_WIDTH:
         if fields.count_or(0, name):
@@ -136,27 +169,50 @@ def _multiple(fields: Fields, name: str, width: int) -> int:
 
 def _num_dense_layers(fields: Fields, total: int) -> int:
     """Return the number of layers with a plain MLP."""
-    first = fields.count_or(0, "first_k_dense_replace", "moe_layer_start_index")
+    first = fields.count_or(0, *FIRST_DENSE)
     fields.read.update(("moe_layer_freq", "interleave_moe_layer_step"))
+    if (numbers := _listed_mixtures(fields, total)) is not None:
+        return total - len(numbers)
     if (kinds := fields.words("mlp_layer_types")) is not None:
         return len(of_names("mlp_layer_types", kinds, total, BLOCKS, "dense"))
     if isinstance(fields.table.get("moe_layer_freq"), list):
         marks = fields.words("moe_layer_freq") or []
         return of_marks("moe_layer_freq", marks, total, {0: DENSE, 1: MIXTURE})[DENSE]
-    if named := fields.words("moe_layers"):
-        return total - len(named)
     listed = fields.words("mlp_only_layers") or []
     if any(type(each) is not int or not 0 <= each < total for each in listed):
         raise ValueError(f"mlp_only_layers must name layers below {total}, got {listed!r}")
-    every = fields.count_or(1, "moe_layer_freq", least=1)
+    if first > total:
+        raise ValueError(f"{FIRST_DENSE[0]} must be at most {total}, got {first}")
+    last = fields.count_or(total - 1, "moe_layer_end_index")
+    every = fields.count_or(1, "moe_layer_freq", "moe_layer_interval", "moe_every_n_layer", least=1)
     step = fields.count_or(1, "decoder_sparse_step", "interleave_moe_layer_step", least=1)
-    if (every, step, listed) == (1, 1, []):
-        return first
     mixtures = (
-        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in listed
+        first <= layer <= last
+        and layer % every == 0
+        and (layer + 1) % step == 0
+        and layer not in listed
         for layer in range(total)
     )
     return total - sum(mixtures)
+
+
+def _listed_mixtures(fields: Fields, total: int) -> set[int] | None:
+    """Return the layers with experts that a file lists by number; None if it lists none.
+
+    Step writes them as text, and may name draft layers too.
+    """
+    named = fields.words("moe_layers")
+    text = fields.value("moe_layers_enum")
+    if isinstance(text, str) and text:
+        named = [int(each) if each.strip().isdecimal() else each for each in text.split(",")]
+    elif isinstance(text, list) and text:
+        named = text
+    if not named:
+        return None
+    drafts = fields.count_or(0, "num_nextn_predict_layers")
+    if any(type(each) is not int or not 0 <= each < total + drafts for each in named):
+        raise ValueError(f"moe_layers must name layers below {total}, got {shown(named)}")
+    return {int(str(each)) for each in named if int(str(each)) < total}
 
 
 BLOCKS = ("dense", "sparse", "moe", "hash_moe")

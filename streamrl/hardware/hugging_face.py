@@ -25,6 +25,8 @@ from streamrl.runfile.errors import RunError, shown
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields of a multimodal config.json that hold the language model."""
+OTHER_PARTS = ("vision_config", "audio_config")
+"""Fields of a multimodal config.json that hold other parts of the model."""
 TOP_FIELDS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """Fields that a multimodal config.json may have outside that part."""
 
@@ -84,7 +86,7 @@ def _read_directory(table: dict[str, object], path: Path) -> ModelDirectory:
     shape, assumed = read_shape(text, path.absolute().parent.name, str(path))
     vision, parts = 0, []
     for name, part in table.items():
-        if text is table or not isinstance(part, dict) or not name.endswith("_config") or not part:
+        if name in text or not isinstance(part, dict) or not name.endswith("_config") or not part:
             continue
         if name in (*TEXT_PARTS, "quantization_config"):
             continue
@@ -93,7 +95,7 @@ def _read_directory(table: dict[str, object], path: Path) -> ModelDirectory:
         told = "of unknown size" if counted is None else f"about {counted / 1e9:.3g}B parameters"
         told += ", in memory and full syncs only" if counted else ""
         parts.append(f"{name}: {told}")
-    if text is not table and "vision_config" not in table:
+    if _text_name(table) and "vision_config" not in table:
         parts.append("the vision tower: config.json has no vision_config, so it is not counted")
     shape = replace(shape, num_vision_parameters=vision)
     checkpoint = checkpoint_format(text, path.parent)
@@ -131,15 +133,22 @@ def why_not_executed(directory: Path) -> str | None:
     return None
 
 
+def _text_name(table: Mapping[str, object]) -> str | None:
+    """Return the field that holds the language model; None if its fields are at the top."""
+    if "hidden_size" in table:
+        return None
+    return next((each for each in TEXT_PARTS if isinstance(table.get(each), dict)), None)
+
+
 def _text_part(table: dict[str, object]) -> Mapping[str, object]:
     """Return the fields of the language model, with those that are outside its part."""
-    name = next((each for each in TEXT_PARTS if isinstance(table.get(each), dict)), None)
-    if name is None or "hidden_size" in table:
-        return table
+    name = _text_name(table)
+    if name is None:
+        return {key: part for key, part in table.items() if key not in OTHER_PARTS}
     text = table[name]
     assert isinstance(text, dict)
     outer = {key: table[key] for key in TOP_FIELDS if table.get(key) is not None}
-    return {**text, **outer}
+    return {"model_type": table.get("model_type"), **text, **outer}
 
 
 def read_positions(directory: Path) -> int | None:

@@ -17,7 +17,11 @@ class Indexer(ProfileTable, frozen=True, kw_only=True):
     top_k: int | None
     """Tokens that a token attends to; None if no sequence is longer."""
     num_layers: int | None = None
-    """Number of layers with an indexer of their own; None for all. The others use the tokens of one before them."""
+    """Number of layers with an indexer of their own; None for all. The others use the tokens of one before them, or
+    attend to all tokens if `block_size` is given."""
+    block_size: int | None = None
+    """Tokens that are chosen together, from queries of the hidden state (MiniMax-M3). None for tokens that are chosen
+    alone, from latent queries."""
 
     def share(self, num_layers: int) -> float:
         """Return the share of `num_layers` layers that have an indexer of their own."""
@@ -29,16 +33,23 @@ class Indexer(ProfileTable, frozen=True, kw_only=True):
     def products(self, hidden_size: int, q_lora_rank: int) -> tuple[tuple[int, int], ...]:
         """Return (outputs, inputs) of its matrix products: queries, the key of a token, weights of heads."""
         queries = self.num_heads * self.head_dim
+        if self.block_size is not None:
+            return ((queries, hidden_size), (self.head_dim, hidden_size))
         return ((queries, q_lora_rank), (self.head_dim, hidden_size), (self.num_heads, hidden_size))
 
     def parameters(self, hidden_size: int, q_lora_rank: int) -> int:
-        """Return the parameters in one layer, with weight and bias of the key's norm. Every GPU has all of them."""
+        """Return the parameters in one layer, on every GPU.
+
+        A norm of keys has weight and bias. With blocks, queries and keys have norms without bias.
+        """
         products = self.products(hidden_size, q_lora_rank)
         return sum(outer * inner for outer, inner in products) + 2 * self.head_dim
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of one index key in one layer."""
+        """Bytes of one index key in one layer. With blocks it is assumed to be in 16 bits."""
+        if self.block_size is not None:
+            return 2 * self.head_dim
         return self.head_dim + INDEX_KEY_SCALE_BYTES
 
     @property

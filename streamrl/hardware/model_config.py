@@ -7,10 +7,10 @@
 | full attention     | `num_attention_heads`, `num_key_value_heads`, `head_dim`, `v_head_dim`, `global_head_dim`     |
 | sliding window     | `sliding_window`, `use_sliding_window`, `attention_chunk_size`, `swa_*`                       |
 | latent attention   | `kv_lora_rank`, `q_lora_rank`, `qk_rope_head_dim`, `qk_nope_head_dim`, `v_head_dim`           |
-| sparse attention   | `index_n_heads`, `index_head_dim`, `index_topk`                                               |
+| sparse attention   | `index_n_heads`, `index_head_dim`, `index_topk`; blocks: `index_topk_blocks`                  |
 | compressed tokens  | `compress_ratios`, `compress_rates`, `o_groups`, `o_lora_rank`, with `index_*`                |
 | residual streams   | `hc_mult`                                                                                     |
-| linear attention   | `linear_*` (gated delta), `linear_attn_config` (Kimi), `mamba_*` and `ssm_state_size`         |
+| linear attention   | `linear_*` (gated delta), `linear_attn_config` (Kimi), `mamba_*`, `conv_L_cache` (LFM2)       |
 | MLP                | `intermediate_size`, `intermediate_size_mlp`, `hidden_act`                                    |
 | experts            | `num_experts`, `n_routed_experts`, `num_local_experts`, `moe_intermediate_size`, ...          |
 | layers of experts  | `first_k_dense_replace`, `moe_layer_freq`, `decoder_sparse_step`, `mlp_only_layers`, ...      |
@@ -38,10 +38,12 @@ from streamrl.hardware.config_attention import (
 from streamrl.hardware.config_fields import Fields
 from streamrl.hardware.config_layers import Mixing, compressed_layers, token_mixing
 from streamrl.hardware.config_linear import linear_attention
-from streamrl.hardware.config_mlp import dense_width, has_gate, mixture
+from streamrl.hardware.config_mlp import dense_width, has_gate, has_mlp_bias, mixture
+from streamrl.hardware.config_names import common_names
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.model_types import MODEL_TYPES, UNKNOWN, ModelType
 
+OUTPUT_GATE = ("attn_output_gate", "attention_output_gate", "mla_use_output_gate")
 SMALL_HEAD = 0.005
 """Share of a model's parameters below which an output head may be assumed."""
 
@@ -52,17 +54,23 @@ def read_shape(table: Mapping[str, object], name: str, source: str) -> tuple[Mod
     Raises:
         ValueError: a field is missing, has a value that no model has, or changes the shape in a way without a rule.
     """
-    fields = Fields(table)
+    named, notes = common_names(table)
+    fields = Fields(named)
+    for note in notes:
+        fields.assume(note)
     kind = fields.value("model_type")
     known = MODEL_TYPES.get(kind, UNKNOWN) if isinstance(kind, str) else UNKNOWN
     fields.read.update(known.unread)
+    if known.refused is not None:
+        raise ValueError(f"model_type {kind!r} is not read: {known.refused}")
     _fill_in(fields, known.defaults)
     _check_decoder(fields)
     for key in known.required:
-        if not any(each in table for each in key.split("|")):
+        if not any(each in named for each in key.split("|")):
             raise ValueError(f"{key.partition('|')[0]} is missing")
     shape = _shape(fields, known, name, source)
     _check_head(fields, known, shape)
+    _assume_small_parts(fields)
     if known is UNKNOWN:
         fields.assume(f"model_type {kind!r} has no entry of its own: read by its fields alone")
     if rest := fields.not_understood(is_known=known is not UNKNOWN):
@@ -97,10 +105,6 @@ def describe(shape: ModelShape) -> str:
 def _check_decoder(fields: Fields) -> None:
     if fields.value("is_encoder_decoder") is True:
         raise ValueError("is_encoder_decoder = true: only decoders are supported")
-    if fields.flag("mlp_bias"):
-        raise ValueError(
-            f"mlp_bias = true is not known for {fields.table.get('model_type')}; MLPs without biases would be assumed"
-        )
 
 
 def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelShape:
@@ -108,8 +112,7 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
     entries = compressed_layers(fields)
     latent = latent_attention(fields) if entries is None else None
     mixing = token_mixing(fields, known)
-    unmixed = sum((mixing.blocks or {}).values())
-    num_layers = mixing.full + mixing.sliding + mixing.linear + unmixed
+    num_layers = mixing.num_layers
     heads = attention_heads(fields, known, num_heads, latent)
     own, windowed = heads_by_kind(fields, heads, mixing)
     is_gated = has_gate(fields, known)
@@ -132,10 +135,11 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         has_qkv_bias=biases[0] and latent is None,
         has_output_bias=biases[1],
         has_sinks=own.has_sinks or entries is not None,
-        has_output_gate=known.has_output_gate or fields.flag("attn_output_gate"),
+        has_output_gate=known.has_output_gate or fields.any_flag(*OUTPUT_GATE),
         has_head_gates=has_head_gates(fields, known),
         norms_per_layer=_norms_per_layer(fields, known),
         has_gated_mlp=is_gated,
+        has_mlp_bias=has_mlp_bias(fields, known),
         has_tied_embeddings=_is_tied(fields, known),
         has_qk_norm=normed_over(fields, known) != "none" and latent is None,
         qk_norm_spans_heads=normed_over(fields, known) == "heads",
@@ -144,12 +148,12 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         indexer=token_indexer(fields, num_layers) if entries is None else None,
         compressed=None if entries is None else compressed_attention(fields, entries),
         hyper_connections=hyper_connections(fields),
-        linear=linear_attention(fields, mixing.linear),
+        linear=linear_attention(fields, mixing),
         sliding_window=mixing.window,
         num_window_layers=_num_window_layers(fields, mixing, num_layers),
         num_draft_layers=_num_draft_layers(fields, known),
-        num_unmixed_layers=unmixed,
-        num_bare_layers=num_layers - unmixed if mixing.blocks else 0,
+        num_unmixed_layers=mixing.num_unmixed,
+        num_bare_layers=num_layers - mixing.num_unmixed if mixing.blocks else mixing.bare,
     )
 
 
@@ -183,6 +187,16 @@ def _check_head(fields: Fields, known: ModelType, shape: ModelShape) -> None:
     fields.assume("no tie_word_embeddings: a separate output head")
 
 
+def _assume_small_parts(fields: Fields) -> None:
+    """Note parameters that are not counted, because they are too few to matter."""
+    if fields.flag("lm_head_bias"):
+        fields.assume("the bias of the output head is not counted")
+    if fields.count_or(0, "attn_res_block_size"):
+        fields.assume(
+            "attention over the outputs of earlier layers (attn_res_block_size) is not counted"
+        )
+
+
 def _num_draft_layers(fields: Fields, known: ModelType) -> int:
     """Return the number of layers for multi-token prediction."""
     keys = (
@@ -191,5 +205,8 @@ def _num_draft_layers(fields: Fields, known: ModelType) -> int:
         "num_mtp_modules",
         "mtp_num_layers",
     )
-    number = fields.count_or(known.num_draft_layers, *keys)
+    number = known.num_draft_layers
+    if stated := [key for key in keys if fields.has(key)]:  # MiniMax-M3 states two numbers
+        fields.read.update(keys)
+        number = fields.count(stated[0], least=0)
     return number * fields.count_or(1, "mtp_transformer_layers", least=1)

@@ -8,6 +8,7 @@
 | sparse attention         | `indexer`, with `latent`          | the same, and an index key of each token    |
 | attention to entries     | `compressed`                      | the window, and an entry of several tokens  |
 | linear attention         | `linear`                          | one state of constant size for each rollout |
+| a short convolution      | `linear`                          | the channels of the last tokens             |
 | nothing                  | `num_unmixed_layers`              | nothing                                     |
 
 A linear-attention layer keeps a state of constant size, however long the context is. Each value
@@ -36,9 +37,12 @@ STATE_BYTES = 4
 
 
 class LinearAttention(ProfileTable, frozen=True, kw_only=True):
-    """The linear attention that replaces attention in some layers: a gated delta net, Kimi's, or Mamba-2."""
+    """The linear attention that replaces attention in some layers: a gated delta net, Kimi's, Mamba-2, or a convolution.
 
-    kind: Literal["gated-delta", "kimi-delta", "mamba-2"] = "gated-delta"
+    A short convolution (LFM2) mixes the last tokens, between two gates. It keeps their channels, and no other state.
+    """
+
+    kind: Literal["gated-delta", "kimi-delta", "mamba-2", "short-convolution"] = "gated-delta"
     num_layers: int
     """Number of such layers."""
     num_key_heads: int
@@ -46,6 +50,10 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
     num_value_heads: int
     value_head_dim: int
     conv_kernel: int
+    is_parallel: bool = False
+    """Whether these layers have full attention too, beside linear attention (Falcon-H1)."""
+    has_wide_gate: bool = False
+    """Whether Kimi's gate of the output is one product with the hidden state (Kimi-K3) instead of two narrow ones."""
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -67,6 +75,8 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
     @property
     def mixed_dim(self) -> int:
         """Channels that the convolution mixes: queries, keys and values."""
+        if self.kind == "short-convolution":
+            return self.value_dim
         return 2 * self.key_dim + self.value_dim
 
     @property
@@ -82,18 +92,23 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
             case "mamba-2":
                 return self.mixed_dim + self.value_dim + self.num_value_heads
             case "kimi-delta":
-                return self.mixed_dim + self.num_value_heads + 2 * self.value_head_dim
+                gate = self.value_dim if self.has_wide_gate else self.value_head_dim
+                return self.mixed_dim + self.num_value_heads + self.value_head_dim + gate
+            case "short-convolution":  # the channels, and the gates of input and output
+                return 3 * self.value_dim
             case _:
                 assert_never(self.kind)
 
     @property
-    def widened_dim(self) -> int:
-        """Output channels of the products that widen narrow ones: gate and decay of Kimi's."""
-        return 2 * self.value_dim if self.kind == "kimi-delta" else 0
+    def num_widened(self) -> int:
+        """Number of products that widen a narrow vector to all values: gate and decay of Kimi's."""
+        if self.kind != "kimi-delta":
+            return 0
+        return 1 if self.has_wide_gate else 2
 
     def projection_parameters(self, hidden_size: int) -> int:
         """Return the parameters of the matrix products of one layer."""
-        widened = self.value_head_dim * self.widened_dim
+        widened = self.value_head_dim * self.num_widened * self.value_dim
         return hidden_size * (self.projected_dim + self.value_dim) + widened
 
     def parameters(self, hidden_size: int, tensor_parallel: int = 1) -> float:
@@ -110,6 +125,8 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
                 return (projections + others) / tensor_parallel
             case "kimi-delta":
                 others += self.num_value_heads + self.value_dim
+            case "short-convolution":
+                return (projections + others) / tensor_parallel
             case _:
                 assert_never(self.kind)
         return (projections + others) / tensor_parallel + self.value_head_dim
@@ -117,6 +134,8 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
     def state_bytes(self, width: int, tensor_parallel: int = 1) -> float:
         """Return the bytes of one rollout in one layer on one GPU: states, and the last inputs of the convolution."""
         states = self.num_value_heads * self.key_head_dim * self.value_head_dim * STATE_BYTES
+        if self.kind == "short-convolution":
+            states = 0
         return (states + self.mixed_dim * (self.conv_kernel - 1) * width) / tensor_parallel
 
     @property
@@ -129,6 +148,8 @@ class LinearAttention(ProfileTable, frozen=True, kw_only=True):
     @property
     def token_flops(self) -> float:
         """FLOPs of one token in one layer: its key reads and changes each state, and its query reads it."""
+        if self.kind == "short-convolution":
+            return 2.0 * (self.conv_kernel + 2) * self.value_dim
         return 6.0 * self.num_value_heads * self.key_head_dim * self.value_head_dim
 
 
@@ -280,6 +301,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     hyper_connections: HyperConnections | None = None
     has_head_gates: bool = False
     """Whether the output of attention has one gate for each head (Laguna)."""
+    has_mlp_bias: bool = False
+    """Whether the products of a plain MLP have biases (StarCoder2)."""
     num_vision_parameters: int = 0
     """Parameters of a vision tower. Memory and full syncs include them, but no other number does, and no simulation
     computes with them."""
@@ -320,7 +343,11 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             )
         if self.indexer is not None and (self.indexer.num_layers or 0) > self.num_layers:
             raise ValueError(f"indexer.num_layers must be at most num_layers {self.num_layers}")
-        if self.indexer is not None and (self.latent is None or self.latent.q_lora_rank is None):
+        if (
+            self.indexer is not None
+            and self.indexer.block_size is None
+            and (self.latent is None or self.latent.q_lora_rank is None)
+        ):
             raise ValueError("an indexer needs latent.q_lora_rank, from which it computes queries")
         if self.window_heads is not None and self.num_windowed_layers == 0:
             raise ValueError("window_heads needs layers with a sliding_window")
@@ -397,7 +424,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     @property
     def num_attention_layers(self) -> int:
         """Number of layers that attend to keys and values."""
-        return self.num_layers - self.num_linear_layers - self.num_unmixed_layers
+        beside = self.linear is not None and self.linear.is_parallel
+        return self.num_layers - self.num_linear_layers * (not beside) - self.num_unmixed_layers
 
     @property
     def num_windowed_layers(self) -> int:
@@ -456,6 +484,19 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         return latent or self.hidden_size
 
     @property
+    def index_input_size(self) -> int:
+        """Channels from which an indexer computes its queries: the latent vector of queries, or the hidden state."""
+        rank = None if self.latent is None else self.latent.q_lora_rank
+        return rank or self.hidden_size
+
+    @property
+    def dense_share(self) -> float:
+        """Share of the layers with attention that attend to all tokens, next to layers with sparse attention."""
+        if self.indexer is None or self.indexer.block_size is None:
+            return 0.0
+        return 1 - self.indexer.share(self.num_attention_layers)
+
+    @property
     def max_attended(self) -> int | None:
         """Most tokens that a token attends to in layers with sparse attention; None for all."""
         return None if self.indexer is None else self.indexer.top_k
@@ -482,7 +523,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         """
         num_heads = self.num_heads / tensor_parallel
         if self.latent is not None:
-            return self.latent.parameters(self.hidden_size, num_heads)
+            gate = num_heads * self.value_head_dim * self.hidden_size * self.has_output_gate
+            return self.latent.parameters(self.hidden_size, num_heads) + gate
         if self.compressed is not None:
             return self.compressed.parameters(
                 self.hidden_size, self.head_dim, num_heads, tensor_parallel
@@ -505,8 +547,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     def mixing_parameters(self, tensor_parallel: int = 1) -> float:
         """Return the parameters of attention in all layers on one GPU, without linear attention."""
         own = self.attention_parameters(tensor_parallel)
-        if self.indexer is not None and self.latent is not None:
-            indexed = self.indexer.parameters(self.hidden_size, self.latent.q_lora_rank or 0)
+        if self.indexer is not None:
+            indexed = self.indexer.parameters(self.hidden_size, self.index_input_size)
             own += indexed * self.indexer.share(self.num_attention_layers)
         if self.compressed is not None:
             return self.num_attention_layers * own + self.compressor_parameters
@@ -539,7 +581,9 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     @property
     def mlp_parameters(self) -> int:
         """Parameters of one plain MLP."""
-        return self.num_mlp_products * self.hidden_size * self.intermediate_size
+        biases = (1 + self.has_gated_mlp) * self.intermediate_size + self.hidden_size
+        products = self.num_mlp_products * self.hidden_size * self.intermediate_size
+        return products + biases * self.has_mlp_bias
 
     @property
     def expert_parameters(self) -> int:
@@ -739,6 +783,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             scored = self.indexer.pair_flops * context_pairs * share
         most = self.max_attended
         pairs = context_pairs if most is None else min(context_pairs, most * num_tokens)
+        pairs += (context_pairs - pairs) * self.dense_share
         attended = self.num_full_layers * of_pair * pairs + self.num_full_layers * scored
         if self.compressed is not None:
             of_token += self.num_full_layers * of_pair * (self.sliding_window or 0)
@@ -813,23 +858,23 @@ def _mixing(model: ModelShape) -> Iterator[tuple[int, int, int]]:
     if others:
         for inner, outer in _attention(model.windowed):
             yield inner, outer, others
-    if model.indexer is not None and model.latent is not None:
+    if model.indexer is not None:
         count = model.indexer.num_layers or model.num_attention_layers
-        for outer, inner in model.indexer.products(
-            model.hidden_size, model.latent.q_lora_rank or 0
-        ):
+        for outer, inner in model.indexer.products(model.hidden_size, model.index_input_size):
             yield inner, outer, count
     if model.linear is None:
         return
     linear, hidden = model.linear, model.hidden_size
     yield hidden, linear.projected_dim, linear.num_layers
     yield linear.value_dim, hidden, linear.num_layers
-    if linear.widened_dim:
-        yield linear.value_head_dim, linear.widened_dim // 2, 2 * linear.num_layers
+    if linear.num_widened:
+        yield linear.value_head_dim, linear.value_dim, linear.num_widened * linear.num_layers
 
 
 def _attention(model: ModelShape) -> Iterator[tuple[int, int]]:
     hidden, heads, latent = model.hidden_size, model.num_heads, model.latent
+    if model.has_output_gate and latent is not None:
+        yield hidden, heads * latent.v_head_dim
     if latent is None:
         yield hidden, heads * model.head_dim
         yield hidden, model.num_kv_heads * model.head_dim

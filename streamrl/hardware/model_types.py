@@ -16,6 +16,8 @@ from typing import Literal
 class ModelType:
     """What a `model_type` fixes."""
 
+    refused: str | None = None
+    """Why such a model is refused, where the fields do not show it."""
     required: tuple[str, ...] = ()
     """Fields that must be there, because the rules would read a file without them as another model. A line separates
     names of the same field."""
@@ -51,6 +53,10 @@ class ModelType:
     has_shared_gate: bool = False
     num_draft_layers: int = 0
     """Draft layers without a field for their number."""
+    has_linear_bias: bool | None = None
+    """Whether all linear layers have biases without `use_bias` and `bias`; None if these fields do not tell."""
+    has_parallel_mamba: bool = False
+    """Whether each layer has Mamba-2 beside attention."""
     needs_kv_heads: bool = True
     """Whether `num_key_value_heads` must be there; otherwise it is the number of heads."""
     defaults: Mapping[str, int] = field(default_factory=dict)
@@ -97,6 +103,35 @@ _GEMMA = ModelType(
 _GEMMA3_SIZES = {
     **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 }
+_MINIMAX_M3 = ModelType(
+    qk_norm="head",
+    expert_width="intermediate_size",
+    has_router_bias=True,
+    unread=frozenset({"use_qk_norm", "qk_norm_type", "use_gemma_norm", "moe_intermediate_size"}),
+)
+_STEP = ModelType(
+    qk_norm="head",
+    has_router_bias=True,
+    has_head_gates=True,
+    window="stated",
+    unread=frozenset(
+        {"use_qk_norm", "use_head_wise_attn_gate", "use_rope_layers", "yarn_only_types"}
+        | {"moe_layer_offset", "swiglu_limits", "swiglu_limits_shared", "partial_rotary_factors"}
+        | {"mtp_layer_types", "mtp_mlp_layer_types", "use_bidirectional_attention"}
+    ),
+)
+_COHERE = ModelType(
+    is_tied=True, norms_per_layer=1, qk_norm="flag", unread=frozenset({"use_gated_activation"})
+)
+_HUNYUAN = ModelType(qk_norm="flag", is_tied=True, unread=frozenset({"cla_share_factor"}))
+_LFM2 = ModelType(
+    is_tied=True,
+    qk_norm="head",
+    unread=frozenset(
+        {"block_auto_adjust_ff_dim", "block_multiple_of", "block_dim", "conv_dim", "conv_dim_out"}
+        | {"num_heads", "block_use_swiglu", "conv_use_xavier_init", "tie_embedding"}
+    ),
+)
 _OLMO2 = ModelType(qk_norm="heads")
 _MISTRAL = ModelType(window="stated", default_window=4096, defaults={"num_attention_heads": 32})
 
@@ -136,7 +171,10 @@ MODEL_TYPES: dict[str, ModelType] = {
         unread=frozenset({"expert_dtype"}),
     ),
     "kimi_k2": _DEEPSEEK,
-    "kimi_linear": ModelType(has_router_bias=True, unread=frozenset({"head_dim", "mla_use_nope"})),
+    "kimi_linear": ModelType(
+        has_router_bias=True,
+        unread=frozenset({"head_dim", "mla_use_nope", "latent_moe_use_norm"}),
+    ),
     "glm_moe_dsa": replace(_DEEPSEEK, required=(*_DEEPSEEK.required, "index_topk")),
     "glm4_moe": ModelType(qk_norm="flag", has_output_bias=False, has_router_bias=True),
     "glm4_moe_lite": _DEEPSEEK,
@@ -154,7 +192,14 @@ MODEL_TYPES: dict[str, ModelType] = {
         has_router_bias=True,
         unread=frozenset({"use_qk_norm", "qk_norm_type"}),
     ),
+    "qwen2_vl": _QWEN2,
+    "qwen2_vl_text": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen2_5_vl_text": _QWEN2,
     "mimo": _QWEN2,
+    "minimax_m3": _MINIMAX_M3,
+    "minimax_m3_vl": _MINIMAX_M3,
+    "minimax_m3_vl_text": _MINIMAX_M3,
     "mimo_v2_flash": ModelType(
         has_output_bias=False,
         has_router_bias=True,
@@ -194,6 +239,52 @@ MODEL_TYPES: dict[str, ModelType] = {
     "laguna": ModelType(qk_norm="head", has_router_bias=True, has_head_gates=True),
     "granite": _PLAIN,
     "granitemoe": ModelType(expert_width="intermediate_size"),
+    "granitemoehybrid": ModelType(
+        expert_width="intermediate_size", dense_width="shared_intermediate_size", is_tied=True
+    ),
+    "bamba": ModelType(unread=frozenset({"attn_rotary_emb"})),
+    "falcon_h1": ModelType(has_parallel_mamba=True),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "step3p5": _STEP,
+    "step3p7": _STEP,
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, window="stated", default_window=4096, full_every=4),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
+    "ernie4_5": ModelType(is_tied=True),
+    "ernie4_5_moe": ModelType(is_tied=True, has_router_bias=True),
+    "apertus": ModelType(has_gate=False, qk_norm="head"),
+    "nemotron": ModelType(has_gate=False),
+    "gemma": ModelType(is_tied=True),
+    "minicpm3": ModelType(
+        is_tied=True, needs_kv_heads=False, unread=frozenset({"dim_model_base", "scale_emb"})
+    ),
+    "starcoder2": ModelType(
+        has_gate=False, is_tied=True, has_linear_bias=True, window="stated", default_window=4096
+    ),
+    "phi": ModelType(has_gate=False, has_linear_bias=True, norms_per_layer=1, needs_kv_heads=False),
+    "gpt_neox": ModelType(has_gate=False, has_linear_bias=True, needs_kv_heads=False),
+    "afmoe": ModelType(
+        qk_norm="head",
+        has_output_gate=True,
+        has_router_bias=True,
+        norms_per_layer=4,
+        window="stated",
+        unread=frozenset({"global_attn_every_n_layers", "num_expert_groups", "num_limited_groups"}),
+    ),
+    "chatglm": ModelType(
+        unread=frozenset(
+            {"apply_residual_connection_post_layernorm", "post_layer_norm", "rmsnorm"}
+            | {"multi_query_attention", "bias_dropout_fusion", "add_bias_linear"}
+        )
+    ),
+    "hy_v4": replace(_DEEPSEEK, has_output_gate=True, has_sinks=True),
+    "beam": ModelType(qk_norm="head", has_output_gate=True, norms_per_layer=4, window="stated"),
+    "jais2": ModelType(has_gate=False),
+    "apertus1p5_text": ModelType(has_gate=False, qk_norm="head"),
+    "jetmoe": ModelType(refused="its attention is a mixture of heads, which is not simulated"),
+    "dbrx": ModelType(expert_width="intermediate_size"),
 }
 """By `model_type`. Keys and defaults are those of the config classes in transformers."""
 EXECUTED_TYPES = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DEPTH = ("depth", "num_hidden_layers", "vt_num_hidden_layers")
-HIDDEN = ("hidden_size", "vt_hidden_size")
+HIDDEN = ("embed_dim", "hidden_size", "vt_hidden_size")
+"""Channels of the tower. Next to `embed_dim`, `hidden_size` is that of the language model (Qwen2-VL)."""
 MLP = ("intermediate_size", "vt_intermediate_size")
 PATCH = ("patch_size", "vt_patch_size")
 
@@ -18,10 +19,13 @@ def vision_parameters(table: Mapping[str, object], text_size: int) -> int | None
     Qwen3-VL and Qwen3.5, and within 3 % for others.
     """
     sizes = [_size(table, names) for names in (DEPTH, HIDDEN, MLP, PATCH)]
+    ratio = table.get("mlp_ratio")
+    if sizes[2] is None and sizes[1] is not None and isinstance(ratio, int | float):
+        sizes[2] = round(sizes[1] * ratio)
     if None in sizes:
         return None
     depth, hidden, mlp, patch = (size or 0 for size in sizes)
-    is_gated = table.get("model_type") == "gemma4_vision"
+    is_gated = table.get("model_type") == "gemma4_vision" or "fullatt_block_indexes" in table
     layer = 4 * hidden * (hidden + 1) + 4 * hidden
     layer += 3 * hidden * mlp if is_gated else 2 * hidden * mlp + hidden + mlp
     frames = _size(table, ("temporal_patch_size",)) or 1

@@ -135,8 +135,8 @@ def _mixing(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
     if model.num_full_layers:
         cached = model.kv_bytes_per_token(kv_dtype)
         indexed = 0
-        if model.indexer is not None and model.latent is not None:
-            ranks = model.hidden_size, model.latent.q_lora_rank or 0
+        if model.indexer is not None:
+            ranks = model.hidden_size, model.index_input_size
             count = model.indexer.num_layers or model.num_full_layers
             indexed = model.indexer.parameters(*ranks) * count
         yield LayerKind(
@@ -233,12 +233,13 @@ def _window_bytes(model: ModelShape, kv_dtype: str) -> float:
 
 def _attention_name(model: ModelShape) -> str:
     latent = model.latent
-    if latent is None:
-        return f"full attention: {_heads(model)}"
-    name = f"latent attention: {model.num_heads} heads, {latent.kv_lora_rank} + {latent.rope_head_dim} channels kept"
+    name = f"full attention: {_heads(model)}"
+    if latent is not None:
+        name = f"latent attention: {model.num_heads} heads, {latent.kv_lora_rank} + {latent.rope_head_dim} channels kept"
     if model.indexer is None:
         return name
     where = f" in {model.indexer.num_layers} layers" if model.indexer.num_layers else ""
+    name = name.removeprefix("full ")
     return f"sparse {name}, {model.indexer.top_k or 0:,} tokens by an index of {model.indexer.num_heads} heads{where}"
 
 

@@ -162,6 +162,8 @@ MLP_REDUCES = 0.5
 """Share of those that belong to the MLP."""
 SCORES_SHARE = 0.5
 """Share of attention's products that an indexer computes: scores of queries and keys, but no values."""
+GATE_PASSES = 6
+"""Passes of a short convolution over its channels: two products with a gate, each of two inputs and an output."""
 SELECTIVE = 0.3
 """Share of a forward pass's activation traffic that recomputing norms and activations takes."""
 QUANTISE_BYTES = 6
@@ -272,19 +274,19 @@ class Layer(Struct, frozen=True, kw_only=True):
             windowed = model.num_windowed_layers / model.num_attention_layers
             others = self._attention_projections(model.windowed)
             plain = plain * (1 - windowed) + others * windowed
-        unmixed = model.num_unmixed_layers / model.num_layers
+        attending = model.num_attention_layers / model.num_layers
         if model.linear is None:
-            return plain * (1 - unmixed) if unmixed else plain
+            return plain * attending if attending < 1 else plain
         linear = model.linear.num_layers / model.num_layers
-        return plain * (1 - linear - unmixed) + self._linear_projections(model.linear) * linear
+        return plain * attending + self._linear_projections(model.linear) * linear
 
     def _linear_projections(self, linear: LinearAttention) -> Pass:
         degree, hidden = self.ranks.trainer.tensor_parallel, self.ranks.model.hidden_size
         deltas = self._product(linear.projected_dim / degree, hidden)
         deltas += self._product(hidden, linear.value_dim / degree)
-        if linear.widened_dim:
-            widened = linear.widened_dim / 2 / degree
-            deltas += self._product(widened, linear.value_head_dim) * 2
+        if linear.num_widened:
+            widened = self._product(linear.value_dim / degree, linear.value_head_dim)
+            deltas += widened * linear.num_widened
         return deltas
 
     def _attention_projections(self, model: ModelShape) -> Pass:
@@ -298,7 +300,8 @@ class Layer(Struct, frozen=True, kw_only=True):
             caches = kv_heads * widths
             made = heads * model.head_dim * (1 + model.has_output_gate) + caches
             output = self._product(hidden, heads * model.value_head_dim)
-            return self._product(made, hidden) + output
+            found = self._product(made, hidden) + output
+            return found + self._index_products(model) if model.indexer else found
         latent = model.latent
         rank, queries = latent.kv_lora_rank, heads * (latent.nope_head_dim + latent.rope_head_dim)
         values = heads * latent.v_head_dim
@@ -307,14 +310,23 @@ class Layer(Struct, frozen=True, kw_only=True):
             + self._product(heads * latent.nope_head_dim + values, rank)
             + self._product(hidden, values)
         )
+        if model.has_output_gate:
+            found += self._product(values, hidden)
         if latent.q_lora_rank is None:
             return found + self._product(queries, hidden)
         if model.indexer is not None:
-            share = model.indexer.share(model.num_attention_layers)
-            for columns, inputs in model.indexer.products(model.hidden_size, latent.q_lora_rank):
-                found += self._product(columns, inputs) * share
+            found += self._index_products(model)
         query = self._product(queries, latent.q_lora_rank)
         return found + self._product(latent.q_lora_rank, hidden) + query
+
+    def _index_products(self, model: ModelShape) -> Pass:
+        """Return the products of an indexer in a mean layer."""
+        found, indexer = Pass(), model.indexer
+        if indexer is None:
+            return found
+        for columns, inputs in indexer.products(model.hidden_size, model.index_input_size):
+            found += self._product(columns, inputs)
+        return found * indexer.share(model.num_attention_layers)
 
     def _compressed_projections(self, compressed: CompressedAttention) -> Pass:
         """Return a mean layer's products around compressed attention, with compressors and the index on every rank."""
@@ -405,7 +417,9 @@ class Layer(Struct, frozen=True, kw_only=True):
         scores = _attention_line(self.ranks.gpu_name, self.ranks.dtype, scoring, 1.0)
         most = model.max_attended
         if most is not None:
-            line = Pass(per_token=line.per_token + line.per_pair * most)
+            dense = model.dense_share
+            sparse = Pass(per_token=line.per_token + line.per_pair * most)
+            line = sparse * (1 - dense) + line * dense
         return line + scores * (SCORES_SHARE * model.indexer.share(model.num_attention_layers))
 
     def _linear(self) -> Pass:
@@ -415,12 +429,15 @@ class Layer(Struct, frozen=True, kw_only=True):
             return Pass()
         kernels, tokens = Kernels(self.ranks.gpu_name, self.ranks.dtype), float(PASS_TOKENS)
         heads = linear.measured_heads / self.ranks.trainer.tensor_parallel
+        share = linear.num_layers / self.ranks.model.num_layers
+        if linear.kind == "short-convolution":
+            channels = linear.value_dim / self.ranks.trainer.tensor_parallel
+            moved = GATE_PASSES * self.ranks.width * channels
+            return Pass(per_token=moved / self.ranks.gpu.memory_bandwidth) * share
         is_measured = linear.kind == "gated-delta"
         time = kernels.time if is_measured else kernels.roofline_time
         whole = time("linear_prefill", np.array([tokens]), heads=heads).seconds[0]
-        return Pass(per_token=float(whole) / tokens) * (
-            linear.num_layers / self.ranks.model.num_layers
-        )
+        return Pass(per_token=float(whole) / tokens) * share
 
     def _reduced(self) -> Pass:
         """Return the collectives of tensor ranks with sequence parallelism."""
