@@ -24,7 +24,13 @@ from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.options import Options
 from streamrl.sim.planner.plan import write_plan
 from streamrl.sim.planner.plan_description import objective_band
-from streamrl.sim.planner.planner import FASTEST_MIXED, _look_for_fastest, _Progress
+from streamrl.sim.planner.planner import (
+    FASTEST_MIXED,
+    NOT_JUDGED,
+    _look_for_fastest,
+    _Progress,
+    _settle,
+)
 from streamrl.sim.planner.race import MAY_BE_CHANCE, Race, Simulated, ratios_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import Unfinished
@@ -73,6 +79,18 @@ def test_a_much_dearer_plan_is_not_alike_even_where_the_difference_may_be_chance
     race.finals = {first: [speed], second: [scaled(speed, 1 + behind)]}
     monkeypatch.setattr("streamrl.sim.planner.race.is_beyond_chance", lambda *_: is_sure)
     assert race.is_alike(second, first) == is_alike
+
+
+def test_a_named_plan_that_the_search_left_out_is_simulated_by_it_before_it_is_compared() -> None:
+    search, pool, progress = searched(), Here(), _Progress(lambda *_: None)
+    race = Race(search)
+    chosen = race.settle(pool, race.run(pool, lambda: None), lambda: None)
+    left_out = next(i for i in range(len(search.space)) if i not in search.speeds)
+    named = [search.space.candidate(left_out)]
+    _settle(search, race, pool, progress, chosen, NOT_JUDGED, named)
+    assert left_out in search.speeds
+    race.cheapest = left_out
+    assert race.ahead_over_few_steps(chosen) is not None
 
 
 # The fastest plan ---------------------------------------------------------------------------------

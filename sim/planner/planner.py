@@ -424,6 +424,8 @@ def _settle(
     """Simulate the options and the named plans for as long as the chosen plan; choose one of them if it is better."""
     for _ in range(MOST_RETURNS):
         wanted = _wanted(search, race, chosen, named)
+        search.simulate(pool, [i for i in wanted if i not in search.speeds], progress.on("options"))
+        wanted = [i for i in wanted if i in search.speeds]
         is_last = not wanted
         if wanted:
             is_last = not race.stand_beside(pool, chosen, wanted, progress.on("options"))
@@ -445,7 +447,8 @@ def _wanted(search: Search, race: Race, chosen: int, named: Sequence[Candidate])
         if search.goal.objective == "pareto":
             wanted += PlanDescription(search, race, chosen).on_front()
     wanted += [place for place in places if place is not None]
-    return [index for index in dict.fromkeys(wanted) if not race.as_known(index)]
+    ended = (index for index in dict.fromkeys(wanted) if index not in search.unfinished)
+    return [index for index in ended if not race.as_known(index)]
 
 
 class _Progress:
