@@ -119,6 +119,11 @@ class PlanDescription:
         if cheapest == self._index:
             return f"the cheapest; none that costs at most {tolerance:.0%} more is faster{self._just_dearer()}"
         dollars, seconds = self._race.ratios(self._index, cheapest)
+        if abs(dollars - 1) <= ALIKE and seconds > 1 - ALIKE:
+            return (
+                f"the simplest of the plans that are about as cheap and as fast: {dollars - 1:+.1%} in cost and "
+                f"{seconds - 1:+.1%} in time against {self._text(cheapest)}{self._just_dearer()}"
+            )
         is_sure = not self._race.is_near_tolerance(self._index)
         return (
             f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dollars - 1:.1%} dearer"
