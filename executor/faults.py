@@ -77,6 +77,15 @@ class Exposed(Handle):
         )
         return answer
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process is known to be dead or closed."""
+        return self.process.is_lost
+
+    def watch(self, tell: Callable[[WorkerLostError], None] | None) -> None:
+        """Call `tell` if the process is lost."""
+        self.process.watch(tell)
+
     def kill(self, reason: str) -> None:
         """Kill the process."""
         self.process.kill(reason)

@@ -225,6 +225,7 @@ class ReplicaRole(Protocol):
 
         No rollout starts between this call and the end of the load. So rollouts sent after it start with the new
         weights. With `drain`, running rollouts end first. A bad manifest raises an error, and the old weights stay.
+        Raises `RoleLostError` if the replica cannot be used any more.
         """
 
     async def cache(self) -> CacheState | None:
@@ -235,6 +236,9 @@ class ReplicaRole(Protocol):
 
     async def wake(self) -> None:
         """Restore the same weights on the device; do nothing if it is awake."""
+
+    def check_alive(self) -> None:
+        """Raise `RoleLostError` if the replica can never generate again; called at each ping."""
 
     async def stop(self) -> None:
         """End generation; every pending `generate` raises an error."""
@@ -322,6 +326,15 @@ class VerifierRole(Protocol):
         """End all scoring at once; a later `verify` starts again."""
 
 
+class UnreachedError(ConnectionError):
+    """A pushed version reached none of the places from which replicas load."""
+
+    def __init__(self, message: str, replicas: Sequence[int]) -> None:
+        super().__init__(message)
+        self.replicas = replicas
+        """The replicas of these places."""
+
+
 Write = Callable[[int, Path], Awaitable[Manifest]]
 """Writes the weights of a version to a directory: a trainer's `push`."""
 
@@ -387,7 +400,10 @@ class TransferRole(Protocol):
         """Prepare for pushes when the trainer has started, so that its next step cannot overtake a waiting push."""
 
     async def push(self, command: PushWeights) -> WeightsPushed:
-        """Send a version to all places from which replicas load."""
+        """Send a version to all places from which replicas load.
+
+        Raises `UnreachedError` if there are such places and the version reached none of them.
+        """
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return the manifest of a version for a replica, or None if the version was never pushed.

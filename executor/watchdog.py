@@ -1,17 +1,20 @@
-"""Detect commands that hang although their process is alive.
+"""Detect commands that hang although their process is alive, and spread the attempts of a push over time.
 
     limit = FACTOR x max(patience, time of the slowest command of this kind so far)
+    limit = FIRST_FACTOR x patience, until one command of the kind has ended
 
 The time of the slowest command is scaled by its units of work: decoding by output tokens (`max_tokens`), and forward and
-backward passes by rollouts. There is no limit until one command of the kind has ended. Deadlines are counted in ticks.
-So a controller that was itself stopped for an hour does not kill its workers.
+backward passes by rollouts. Deadlines are counted in ticks. So a controller that was itself stopped for an hour does not
+kill its workers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 from streamrl.engine.messages import (
@@ -27,6 +30,9 @@ from streamrl.engine.messages import (
 
 FACTOR = 10
 """Limit of a command, as a multiple of the slowest one so far. Lengths, batches and disks vary by less."""
+FIRST_FACTOR = 100
+"""Limit of the first commands of a kind, as a multiple of the patience: 100 minutes by default. An assumption: starting
+an engine, compiling kernels and generating the first rollouts take less."""
 TICK = 1.0  # seconds between two checks
 
 
@@ -45,6 +51,16 @@ class RunningCommand(NamedTuple):
     command: Command
     began_at: float
     tick: int
+
+
+class HangingCommand(NamedTuple):
+    """A command that runs for too long."""
+
+    number: int
+    """What `begin` returned."""
+    command: Command
+    limit: float
+    """Seconds that it may take."""
 
 
 @dataclass(slots=True)
@@ -96,21 +112,23 @@ class Watchdog:
         else:
             slowest.enter(0.0, seconds / self._units(command))
 
-    def tick(self) -> list[tuple[Command, float]]:
-        """Count a tick, and return each command that hangs with its limit in seconds."""
+    def tick(self) -> list[HangingCommand]:
+        """Count a tick, and return each command that hangs."""
         self._tick += 1
         hanging = []
-        for command, _, tick in self._running.values():
+        for number, (command, _, tick) in self._running.items():
             limit = self.limit(command)
-            if limit is not None and (self._tick - tick) * TICK > limit:
-                hanging.append((command, limit))
+            if (self._tick - tick) * TICK > limit:
+                hanging.append(HangingCommand(number, command, limit))
         return hanging
 
-    def limit(self, command: Command) -> float | None:
-        """Return the seconds that a command may take, or None if no command of its kind has ended."""
+    def limit(self, command: Command) -> float:
+        """Return the seconds that a command may take; a `WakeAt` has no limit."""
+        if isinstance(command, WakeAt):
+            return inf
         slowest = self._slowest.get(kind_of(command))
         if slowest is None:
-            return None
+            return FIRST_FACTOR * self.patience
         expected = slowest.time(self._units(command))
         generate = self._slowest.get((Generate, None))
         if isinstance(command, LoadWeights) and command.drain and generate is not None:
@@ -125,3 +143,50 @@ class Watchdog:
                 return len(rollouts)
             case _:
                 return 1
+
+
+class Attempts:
+    """Spreads the attempts of a command over the patience, after which a lost machine is noticed.
+
+    The first repetition follows at once, because most causes are short. The others are evenly spread.
+    """
+
+    def __init__(self, most: int, patience: float) -> None:
+        """Take the number of attempts after which the run stops, and the seconds of `execute.patience`."""
+        self._most = most
+        self._patience = patience
+        self._num_failed = 0
+        self._ended = asyncio.Event()
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next attempt."""
+        is_first = self._num_failed == 1 and self._most > 2
+        return 0.0 if not self._num_failed or is_first else self._patience / max(1, self._most - 2)
+
+    async def wait(self) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            ConnectionError: the pause was ended.
+        """
+        self._ended.clear()
+        try:
+            async with asyncio.timeout(self.pause):
+                await self._ended.wait()
+        except TimeoutError:
+            return
+        raise ConnectionError("the run or its trainer ended before the next attempt")
+
+    def end_pause(self) -> None:
+        """End a pause at once."""
+        self._ended.set()
+
+    def fail(self) -> bool:
+        """Count a failed attempt; return whether it was the last one."""
+        self._num_failed += 1
+        return self._num_failed >= self._most
+
+    def succeed(self) -> None:
+        """Begin to count again."""
+        self._num_failed = 0

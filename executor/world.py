@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 from streamrl.engine.engine import Engine
 from streamrl.engine.fault_plan import FaultPlan
@@ -61,7 +61,13 @@ from streamrl.executor.faults import TRAINER, RealFaults, read_struck
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.record import RunDirectory
-from streamrl.executor.roles import TransferRole, VerifierRole, Write, reason_of
+from streamrl.executor.roles import (
+    TransferRole,
+    UnreachedError,
+    VerifierRole,
+    Write,
+    reason_of,
+)
 from streamrl.executor.rollout.replica import Replica
 from streamrl.executor.run_log import RunLog
 from streamrl.executor.subscribers.membership import Membership
@@ -69,9 +75,11 @@ from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.stream import GroupStream
 from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.executor.trainer.trainer import StepSettings
-from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
+from streamrl.executor.watchdog import FACTOR, TICK, Attempts, Watchdog
 from streamrl.runfile.choices import ExtensionError
 
+CLOSING_TIME = 30.0
+"""Seconds in which all workers end after a run. Then they are killed; see `CLOSE_TIME` of a worker."""
 STOP_TIME = 6.0
 """Seconds that running commands have to end after an interruption. With `CLOSE_TIME` of the workers and the end of the
 verifier, the run ends within 15 s."""
@@ -113,14 +121,20 @@ class RealWorld(World[Trace]):
             (directory, *records.all),
             launcher,
             partial(self._faults.expose, TRAINER),
+            self._see_lost_trainer,
             lambda: self.now,
         )
         self._transfer = make_transfer(self._trainers.leader.push)
+        self._attempts = Attempts(trace.run.policies.max_attempts, trace.run.execute.patience)
         self._stream = GroupStream(
             directory.path, trace.run.algorithm.group_size, trace.run.execute, buffer
         )
         self.members = Membership(trace, records, self._trainers, launcher, buffer, self)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._working: dict[int, asyncio.Task[Any]] = {}
+        """Tasks of running commands, by number of the watchdog."""
+        self._given_up: dict[int, str] = {}
+        """Commands that took too long, with the reason."""
         self._began_at = 0.0
         self._over = asyncio.Event()
         self._error: BaseException | None = None
@@ -169,13 +183,13 @@ class RealWorld(World[Trace]):
             self._over.set()
             return
         self._is_interrupted = True
+        self._attempts.end_pause()
         self._buffer.keep_files()
         asyncio.get_running_loop().call_later(STOP_TIME, self._over.set)
         self.emit(Interrupted(reason))
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "was killed: the run hangs") -> None:
         """Kill all processes and remove all shared memory; may be called from any thread if the event loop hangs."""
-        reason = "was killed: the run hangs"
         for replica in self._replicas.values():
             replica.kill(reason)
         self._trainers.kill_all(reason)
@@ -203,6 +217,8 @@ class RealWorld(World[Trace]):
         """Start `command` as a task; tasks start in the order of these calls."""
         if isinstance(command, LoadWeights | StartReplica):
             self._transfer.hold(command.version)
+        if isinstance(command, StopReplica):
+            self._replicas[command.replica].expect_end()
         self._trainers.see_asked(command, self.engine.version)
         task = asyncio.get_running_loop().create_task(self._carry_out(command))
         self._tasks.add(task)
@@ -210,13 +226,14 @@ class RealWorld(World[Trace]):
 
     async def _carry_out(self, command: Command) -> None:
         """Execute `command`, and emit its event or `Failed`."""
+        num_lost = self._trainers.num_lost[getattr(command, "trainer", LEADER)]
         try:
             async with self._turn(command):
                 event = await self._do_watched(command)
         except ExtensionError:  # a repeated command would raise it again
             raise
         except Exception as error:
-            self._emit_failure(command, error)
+            self._emit_failure(command, error, num_lost)
         else:
             if event is not None:
                 self.emit(event)
@@ -239,13 +256,22 @@ class RealWorld(World[Trace]):
 
     async def _do_watched(self, command: Command) -> Event | None:
         """Execute `command` under the watchdog, and inject planned faults."""
-        event = None
+        event, task = None, asyncio.current_task()
+        assert task is not None
         number = self._watchdog.begin(command, self.now)
+        self._working[number] = task
         try:
             self._faults.strike(command, self.engine.version, self.now)
             event = await self._do(command)
+        except asyncio.CancelledError:
+            if number not in self._given_up:
+                raise
+            task.uncancel()
+            raise WorkerLostError(self._given_up[number]) from None
         finally:
             self._watchdog.end(number, event, self.now)
+            del self._working[number]
+            self._given_up.pop(number, None)
         return event
 
     async def _do(self, command: Command) -> Event | None:
@@ -273,7 +299,7 @@ class RealWorld(World[Trace]):
                     await self._transfer.prepare()
                 return event
             case PushWeights():
-                return await self._transfer.push(command)
+                return await self._push(command)
             case LoadWeights():
                 return await self._load(command)
             case Abort():
@@ -305,6 +331,28 @@ class RealWorld(World[Trace]):
         self._stream.publish(rollout, buffered, text, record.get("prompt"))
         return Verified(rollout, buffered.reward)
 
+    async def _push(self, command: PushWeights) -> Event:
+        """Push weights; pause before a repetition, and lose replicas that the last attempt does not reach.
+
+        After the pauses, the loss of a machine has been noticed, or the machine is back.
+        """
+        await self._attempts.wait()
+        try:
+            pushed = await self._transfer.push(command)
+        except UnreachedError as error:
+            if not self._attempts.fail():
+                raise
+            for replica in error.replicas:
+                if replica in self._replicas:
+                    self._replicas[replica].kill(f"cannot be given weights: {error}")
+                    self._lose_replica(replica, f"cannot be given weights: {error}")
+            pushed = await self._transfer.push(command)
+        except Exception:
+            self._attempts.fail()
+            raise
+        self._attempts.succeed()
+        return pushed
+
     async def _load(self, command: LoadWeights) -> Event:
         replica = self._replica(command.replica)
         return await replica.load(command, self._transfer.fetch(command.version, command.replica))
@@ -328,7 +376,15 @@ class RealWorld(World[Trace]):
         replica = Replica(handle, self._buffer, tells_pressure=tells_pressure)
         self._replicas[command.replica] = replica
         manifest = await self._transfer.fetch(command.version, command.replica)
-        return await replica.start(command, manifest)
+        started = await replica.start(command, manifest)
+        handle.watch(partial(self._see_lost_replica, command.replica))
+        return started
+
+    def _see_lost_replica(self, replica: int, error: WorkerLostError) -> None:
+        self._lose_replica(replica, reason_of(error))
+
+    def _see_lost_trainer(self, trainer: int, error: WorkerLostError) -> None:
+        self._lose_trainer(trainer, reason_of(error))
 
     async def _stop_replica(self, command: StopReplica) -> Event:
         await self._replicas[command.replica].stop()
@@ -348,12 +404,16 @@ class RealWorld(World[Trace]):
         """Give up commands that hang, until cancelled."""
         while True:
             await asyncio.sleep(TICK)
-            for command, limit in self._watchdog.tick():
-                self._give_up(command, limit)
+            for hanging in self._watchdog.tick():
+                self._give_up(*hanging)
 
-    def _give_up(self, command: Command, limit: float) -> None:
-        """Kill the worker of a hanging command, which makes the command fail."""
+    def _give_up(self, number: int, command: Command, limit: float) -> None:
+        """Kill the worker of a hanging command, which makes the command fail; one tick later, cancel the command."""
+        if number in self._given_up:
+            self._working[number].cancel()
+            return
         reason = f"was killed: {type(command).__name__} took more than {limit:,.0f} s"
+        self._given_up[number] = f"the role of {type(command).__name__} {reason}"
         match command:
             case Generate() | LoadWeights() | StartReplica() | StopReplica():
                 if command.replica in self._replicas:
@@ -365,14 +425,16 @@ class RealWorld(World[Trace]):
             case _:
                 pass  # ends at once
 
-    def _emit_failure(self, command: Command, error: Exception) -> None:
+    def _emit_failure(self, command: Command, error: Exception, num_lost: int) -> None:
+        """Report a failure, and the loss of its role; `num_lost` counts the losses of its trainer before the command."""
         reason = reason_of(error)
         if isinstance(error, WorkerLostError):
             match command:
-                case Generate() | LoadWeights():
+                case Generate() | LoadWeights() | Abort():
                     self._lose_replica(command.replica, reason)
                 case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
-                    self._lose_trainer(command.trainer, reason)
+                    if self._trainers.num_lost[command.trainer] == num_lost:
+                        self._lose_trainer(command.trainer, reason)
                 case _:
                     pass  # has no worker process
         if isinstance(command, StartReplica):
@@ -401,6 +463,8 @@ class RealWorld(World[Trace]):
     def _lose_trainer(self, trainer_id: int, reason: str) -> None:
         """Report a trainer's loss once, when the first of its commands fails."""
         if self._trainers.lose(trainer_id):
+            if trainer_id == LEADER:
+                self._attempts.end_pause()
             self.emit(TrainerLost(trainer_id, reason))
             self._trainers.roll_back(trainer_id)
 
@@ -413,8 +477,16 @@ class RealWorld(World[Trace]):
             self._over.set()
 
     async def _close(self) -> None:
+        """End all workers, and kill those that take too long."""
         for task in list(self._tasks):
             task.cancel()
+        try:
+            async with asyncio.timeout(CLOSING_TIME):
+                await self._end_all()
+        except TimeoutError:
+            self.abandon("did not end with the run")
+
+    async def _end_all(self) -> None:
         replicas = (replica.stop() for replica in self._replicas.values())
         await asyncio.gather(*replicas, self._trainers.stop(), return_exceptions=True)
         self._verifier.close()

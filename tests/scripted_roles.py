@@ -129,6 +129,10 @@ class ScriptedEngine:
         return self._is_stopped or len(self._runs) < self._config.max_running
 
     @property
+    def is_over(self) -> bool:
+        return self._is_stopped
+
+    @property
     def cache(self) -> CacheState | None:
         tokens = self._config.cache_tokens
         if tokens is None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.execute import Interruption
 from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from streamrl.executor.roles import Scoring
-from streamrl.executor.watchdog import FACTOR, TICK, Watchdog
+from streamrl.executor.watchdog import FACTOR, FIRST_FACTOR, TICK, HangingCommand, Watchdog
 from streamrl.executor.world import RealWorld
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
@@ -152,10 +153,10 @@ def test_a_stopped_worker_is_replaced_as_a_dead_one_is(
 
 def ticks(watchdog: Watchdog, seconds: float) -> list[Command]:
     """Let time pass; return what hangs at its end."""
-    found: list[tuple[Command, float]] = []
+    found: list[HangingCommand] = []
     for _ in range(round(seconds / TICK)):
         found = watchdog.tick()
-    return [command for command, _ in found]
+    return [each.command for each in found]
 
 
 def generated(tokens: int, run_time: float) -> Generated:
@@ -166,7 +167,7 @@ def test_a_command_may_take_ten_times_the_slowest_of_its_kind_by_units_and_never
     None
 ):
     watchdog = Watchdog(patience=3.0, max_tokens=100)
-    assert watchdog.limit(Generate(0, 0, 0)) is None
+    assert watchdog.limit(Generate(0, 0, 0)) == FIRST_FACTOR * 3.0
     watchdog.end(watchdog.begin(Generate(0, 0, 0), 0.0), generated(10, 4.0), 6.0)
     watchdog.end(watchdog.begin(Generate(1, 0, 0), 0.0), generated(50, 5.0), 6.0)
     assert watchdog.limit(Generate(2, 0, 0)) == pytest.approx(FACTOR * (2.0 + 0.4 * 100))
@@ -183,7 +184,7 @@ def test_what_failed_or_waits_for_the_clock_says_nothing_of_how_long_its_kind_ta
     watchdog = Watchdog(patience=3.0, max_tokens=100)
     watchdog.end(watchdog.begin(Train((0,), 0), 0.0), None, 8.0)
     watchdog.end(watchdog.begin(WakeAt(9.0), 0.0), Woke(9.0), 9.0)
-    assert watchdog.limit(Train((0,), 0)) is None and watchdog.limit(WakeAt(99.0)) is None
+    assert watchdog.limit(Train((0,), 0)) == FIRST_FACTOR * 3.0 and watchdog.limit(WakeAt(99.0)) == inf
 
 
 def test_a_controller_that_was_stopped_itself_finds_nobody_late() -> None:

@@ -167,10 +167,10 @@ def test_a_run_can_begin_imports_before_its_first_worker(
     roles = PlacedRoles.of(run)
     launcher = LocalLauncher(RoleConfigs(run), roles, RunDirectory(tmp_path / "run"))
     launcher.begin_imports()
-    ((server, _),) = processes._prefork_servers.values()
+    ((server,),) = processes._prefork_servers.values()
 
     async def check(handle: LocalProcess, seen: Seen) -> None:
-        assert seen.parent == server.pid and seen.had == [RARE]
+        assert seen.parent == server.process.pid and seen.had == [RARE]
 
     with_worker(tmp_path / "log", check, **launcher.environment(Placement(roles).replica(0)))
     assert len(processes._prefork_servers) == 1
@@ -237,9 +237,9 @@ def test_a_nursery_that_is_ending_still_is_not_asked_twice(
 
     async def end(handle: LocalProcess, seen: Seen) -> None:
         parents.append(seen.parent)
-        for process, _ in processes._prefork_servers.values():
-            process.kill()
-            monkeypatch.setattr(process, "poll", lambda: None)  # it has not quite gone
+        for (server,) in processes._prefork_servers.values():
+            server.process.kill()
+            monkeypatch.setattr(server.process, "poll", lambda: None)  # it has not quite gone
 
     for _ in range(2):
         with_worker(tmp_path / "log", end)
@@ -294,6 +294,31 @@ def test_a_nursery_whose_modules_start_threads_is_an_error(
     ):
         asyncio.run(LocalProcess.start(ROLE, {}, tmp_path / "log", {}, begin=fork))
     assert "tests.thread_at_import started 1 threads" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_stopped_nursery_delays_no_end_and_the_next_worker_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SILENCE", 1.0)
+    monkeypatch.setattr(processes, "LOOK_TIME", 0.2)
+    parents: list[int] = []
+
+    async def stop(handle: LocalProcess, seen: Seen) -> None:
+        parents.append(seen.parent)
+        if len(parents) > 1:
+            return
+        os.kill(seen.parent, signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match="does not start: the prefork server gave no"):
+            await LocalProcess.start(ROLE, {}, tmp_path / "other", {}, begin=fork)
+        assert await handle.call("look", returns=Seen) == seen  # its own worker goes on
+
+    for _ in range(2):
+        began_at = time.monotonic()
+        with_worker(tmp_path / "log", stop)
+        assert time.monotonic() - began_at < 20
+    assert parents[0] != parents[1]
+    os.kill(parents[0], signal.SIGKILL)
 
 
 def test_what_computes_on_gpus_is_not_forked() -> None:

@@ -88,7 +88,7 @@ class Heartbeat:
         if not self._is_waiting:
             self._is_waiting = True
             return True
-        work_time = 0 if self._pid is None else cpu_ticks(self._pid)
+        work_time = 0 if self._pid is None else processes.cpu_ticks(self._pid)
         if work_time != self._work_time:
             self._work_time = work_time
             self._num_silent = 0
@@ -103,15 +103,6 @@ class Heartbeat:
         self._has_started = has_started
         self._is_waiting = False
         self._num_silent = 0
-
-
-def cpu_ticks(pid: int) -> int:
-    """Return the CPU time of a process in clock ticks (proc(5), utime + stime), or 0 if it cannot be read."""
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return int(user) + int(system)
-    return 0
 
 
 CLOSE_TIME = 5.0  # seconds that a worker has to exit before it is killed
@@ -139,6 +130,9 @@ class Process(Protocol):
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Run a method of the role."""
 
+    def watch(self, tell: Callable[[WorkerLostError], None] | None) -> None:
+        """Call `tell` if the process is lost."""
+
     def kill(self, reason: str) -> None:
         """Kill the process."""
 
@@ -151,6 +145,29 @@ class Handle(ABC):
 
     _lost: WorkerLostError | None = None
     """Why every call fails from now on; None while the role works."""
+
+    _tell: Callable[[WorkerLostError], None] | None = None
+    """Called once if the role is lost."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process is known to be dead or closed."""
+        return self._lost is not None
+
+    def watch(self, tell: Callable[[WorkerLostError], None] | None) -> None:
+        """Call `tell` on the event loop if the role is lost from now on, even while it is idle; None: call nothing.
+
+        A role that is closed is not lost.
+        """
+        self._tell = tell
+        if tell is not None and self._lost is not None:
+            self._tell_loss(self._lost)
+
+    def _tell_loss(self, error: WorkerLostError) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            with contextlib.suppress(RuntimeError):  # no event loop is running: the run has ended
+                asyncio.get_running_loop().call_soon(tell, error)
 
     @abstractmethod
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
@@ -173,12 +190,16 @@ class Handle(ABC):
         """
         if answer.kind == "result":
             return decode(answer.value, returns)
-        error = decode(answer.value, str)
         if answer.kind == "error":
-            raise AnswerError(error)
-        self.kill(f"can do nothing any more: {error}")
+            raise AnswerError(decode(answer.value, str))
+        self._check_alive(answer)
         assert self._lost is not None
         raise self._lost
+
+    def _check_alive(self, answer: Answer) -> None:
+        """Kill the process if its role reports that it cannot continue."""
+        if answer.kind == "lost":
+            self.kill(f"can do nothing any more: {decode(answer.value, str)}")
 
 
 class InProcess(Handle):
@@ -209,11 +230,13 @@ class InProcess(Handle):
     def kill(self, reason: str) -> None:
         """Cancel running calls; a computation in a thread runs to its end, and its result is dropped."""
         self._lost = self._lost or WorkerLostError(f"role in this process {reason}")
+        self._tell_loss(self._lost)
         for work in self._calls:
             work.cancel()
 
     async def close(self) -> None:
         """Stop the role."""
+        self.watch(None)
         await self._role.stop()
 
 
@@ -248,8 +271,14 @@ class LocalProcess(Handle):
     ) -> LocalProcess:
         """Start the process, with its output in `log`; kill it after `patience` seconds without a sign of life."""
         ours, theirs = socket.socketpair()
-        with log.open("ab") as output, theirs:
-            process = await begin(role_path, theirs, output, {**os.environ, **environment})
+        try:
+            with log.open("ab") as output, theirs:
+                process = await begin(role_path, theirs, output, {**os.environ, **environment})
+        except BaseException as error:
+            ours.close()  # a worker that is forked later finds its connection closed
+            if isinstance(error, TimeoutError):
+                raise WorkerLostError(f"a worker process does not start: {error}") from None
+            raise
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         write_frame(writer, config)
         logger.debug("process %d of %s started; its output goes to %s", process.pid, role_path, log)
@@ -259,11 +288,6 @@ class LocalProcess(Handle):
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the process is known to be dead or closed."""
-        return self._lost is not None
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send the process a signal."""
@@ -285,17 +309,18 @@ class LocalProcess(Handle):
 
     async def close(self) -> None:
         """Close the connection, wait up to `CLOSE_TIME` for the exit, then kill."""
+        self.watch(None)
         self._listener.cancel()
         self._lose("was closed")
         await asyncio.to_thread(self._end)
 
     def _end(self) -> int:
         """Wait for the process, then kill it; return its exit status."""
-        try:
-            return self._process.wait(CLOSE_TIME)
-        except subprocess.TimeoutExpired:
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(CLOSE_TIME)
             self._process.kill()
-            return self._process.wait()
+        return -signal.SIGKILL  # the kernel has not ended it yet
 
     def _send(self, method: str, arguments: tuple[object, ...]) -> asyncio.Future[Answer]:
         if self._lost is not None:
@@ -312,6 +337,7 @@ class LocalProcess(Handle):
                 answer = decode(await read_frame(self._reader), Answer)
                 if answer.id == PING:
                     self._heartbeat.answer()
+                    self._check_alive(answer)
                     continue
                 waiting = self._answers.pop(answer.id)
                 if not waiting.done():  # a cancelled caller does not wait any more
@@ -336,6 +362,7 @@ class LocalProcess(Handle):
             self._lost = WorkerLostError(f"worker process {self.pid} {how}")
             self._beating.cancel()
             self._writer.close()
+            self._tell_loss(self._lost)
         for waiting in self._answers.values():
             if not waiting.done():
                 waiting.set_exception(self._lost)
@@ -433,6 +460,21 @@ class RankHandles(Handle):
             filled[rank] += _tokens_of(sample)
         return shares
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be dead or closed."""
+        return any(rank.is_lost for rank in self.ranks)
+
+    def watch(self, tell: Callable[[WorkerLostError], None] | None) -> None:
+        """Call `tell` once if a rank is lost; the other ranks are then killed."""
+        self._tell = tell
+        for rank in self.ranks:
+            rank.watch(None if tell is None else self._lose_rank)
+
+    def _lose_rank(self, error: WorkerLostError) -> None:
+        self.kill(f"was killed with the other ranks: {error}")
+        self._tell_loss(error)
+
     def kill(self, reason: str) -> None:
         """Kill every rank."""
         for rank in self.ranks:
@@ -441,6 +483,7 @@ class RankHandles(Handle):
 
     async def close(self) -> None:
         """End every rank."""
+        self._tell = None
         await asyncio.gather(*(rank.close() for rank in self.ranks))
         self._forget()
 

@@ -12,7 +12,9 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -34,6 +36,14 @@ CLOSED = -1
 """Descriptor of a closed socket."""
 MOST_BYTES = 32
 """Maximum size of an answer of the prefork server, in bytes."""
+SILENCE = 60.0
+"""Seconds in which a prefork server must answer or use CPU time; the default of `execute.patience`."""
+IMPORT_SILENCE = 600.0
+"""The same while it imports libraries, which may wait for a slow disk."""
+LOOK_TIME = 1.0
+"""Seconds between two looks at the CPU time of a prefork server."""
+STATUS_TIME = 1.0
+"""Seconds that a prefork server has to report the exit status of a worker that has ended."""
 
 
 class WorkerProcess(Protocol):
@@ -131,21 +141,55 @@ async def fork_from(
 
     Raises:
         ChildProcessError: two prefork servers have died; their output is in `log`.
+        TimeoutError: the prefork server neither answers nor computes. The next call starts another one.
     """
     request = prefork_server.WorkerRequest(role, environment, str(Path.cwd()))
     for _ in range(2):  # the first server may just have ended because it was idle
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            control = _prefork_server_for(environment, modules, log)
+            server = _prefork_server_for(environment, modules, log)
             descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
             with suppress(BrokenPipeError, ConnectionResetError):
-                prefork_server.send(control, request, descriptors)
-        if pid := await asyncio.get_running_loop().sock_recv(ours, MOST_BYTES):
+                prefork_server.send(server.control, request, descriptors)
+        try:
+            pid = await _answer_of(server, ours)
+        except TimeoutError:
+            ours.close()
+            server.is_stuck = True
+            raise
+        if pid:
+            server.has_answered = True
             return Forked(int(pid), ours)
         ours.close()
-        control.close()  # its process may still be ending, so the next try starts another one
+        server.control.close()  # its process may still be ending, so the next try starts another one
     raise ChildProcessError("the prefork server, from which workers are forked, has died")
+
+
+async def _answer_of(server: PreforkServer, ours: socket.socket) -> bytes:
+    """Return the answer of a prefork server; empty if it has died."""
+    answer = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, MOST_BYTES))
+    limit = SILENCE if server.has_answered else IMPORT_SILENCE
+    silence, ticks = 0.0, 0
+    try:
+        while silence <= limit:
+            done, _ = await asyncio.wait([answer], timeout=LOOK_TIME)
+            if done:
+                return answer.result()
+            before, ticks = ticks, cpu_ticks(server.process.pid)
+            silence = silence + LOOK_TIME if ticks == before else 0.0
+    finally:
+        answer.cancel()
+    raise TimeoutError(f"the prefork server gave no sign of life for {limit:.0f} s")
+
+
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time of a process in clock ticks (proc(5), utime + stime), or 0 if it cannot be read."""
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return int(user) + int(system)
+    return 0
 
 
 class Forked:
@@ -155,51 +199,84 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._answers = answers
+        self._process: FileIO | None = None
+        """Descriptor of the process (pidfd_open(2)); None if it has ended already."""
+        with suppress(ProcessLookupError):
+            self._process = FileIO(os.pidfd_open(pid))
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `WorkerProcess`."""
-        poll = select.poll()
-        poll.register(self._answers, select.POLLIN)
-        if not poll.poll(None if timeout is None else 1e3 * timeout):
+        """See `WorkerProcess`; a prefork server that is stopped cannot delay it."""
+        ends = [self._answers] if self._process is None else [self._answers, self._process]
+        if not _first_ready(ends, timeout):
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-        status = self._answers.recv(MOST_BYTES, socket.MSG_PEEK)  # other waiters read it too
-        self.returncode = int(status) if status else -signal.SIGKILL  # died with its server
+        status = b""
+        if _first_ready([self._answers], STATUS_TIME):
+            status = self._answers.recv(MOST_BYTES, socket.MSG_PEEK)  # other waiters read it too
+        # Without a status, its server has died with it or is stopped.
+        self.returncode = int(status) if status else -signal.SIGKILL
         return self.returncode
 
     def kill(self) -> None:
-        """See `WorkerProcess`; the process id cannot be reused before the prefork server has sent the exit status."""
-        try:
-            self.wait(0.0)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):  # it has just died with its prefork server
-                os.kill(self.pid, signal.SIGKILL)
+        """See `WorkerProcess`."""
+        with suppress(ProcessLookupError):
+            if self._process is not None:
+                signal.pidfd_send_signal(self._process.fileno(), signal.SIGKILL)
 
 
-_prefork_servers: dict[
-    tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socket.socket]
-] = {}
-"""Prefork servers of this process. The key is the thread with which they end, their imports, and the variables read at
-import."""
+def _first_ready(files: Sequence[socket.socket | FileIO], timeout: float | None) -> bool:
+    """Wait until one of the descriptors is readable; return whether one is."""
+    poll = select.poll()
+    for each in files:
+        poll.register(each, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else 1e3 * timeout))
+
+
+@dataclass
+class PreforkServer:
+    """A prefork server of this process."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    """Connection over which workers are requested."""
+    has_answered: bool = False
+    is_stuck: bool = False
+    """Whether it gave no sign of life. It stays, because its workers would end with it."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether it can fork a worker, as far as is known."""
+        is_open = self.control.fileno() != CLOSED
+        return is_open and not self.is_stuck and self.process.poll() is None
+
+
+_prefork_servers: dict[tuple[tuple[str, str], ...], list[PreforkServer]] = {}
+"""Prefork servers of this process, the one in use last. The key is the thread with which they end, their imports, and
+the variables read at import."""
 
 
 def _prefork_server_for(
     environment: Environment, modules: Sequence[str], log: BinaryIO
-) -> socket.socket:
-    """Return the connection to a running prefork server; start one if needed."""
+) -> PreforkServer:
+    """Return a running prefork server; start one if needed."""
     read = {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
     key = (
         ("thread", str(threading.get_native_id())),
         ("imports", " ".join(modules)),
         *sorted(read.items()),
     )
-    process, control = _prefork_servers.get(key, (None, None))
-    if process is not None and control is not None:
-        if process.poll() is None and control.fileno() != CLOSED:
-            return control
-        control.close()
+    known = _prefork_servers.setdefault(key, [])
+    if known and known[-1].is_usable:
+        return known[-1]
+    for server in known:
+        if not server.is_stuck:
+            server.control.close()
     control, theirs = socket.socketpair()
     with theirs:
         words = [prefork_server.__name__, str(theirs.fileno()), *modules, PADDING]
         process = _start(words, theirs, log, environment)
-    _prefork_servers[key] = process, control
-    return control
+    control.settimeout(SILENCE)
+    _prefork_servers[key] = [
+        *(each for each in known if each.is_stuck),
+        PreforkServer(process, control),
+    ]
+    return _prefork_servers[key][-1]

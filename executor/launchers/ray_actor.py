@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayError
 
 from streamrl.executor.launchers.handles import (
+    FACTOR,
     PATIENCE,
     PING_TIME,
     Config,
@@ -35,6 +36,7 @@ from streamrl.executor.launchers.handles import (
 from streamrl.executor.launchers.worker import (
     Answer,
     Call,
+    answer_ping,
     decode,
     encode,
     failure,
@@ -132,8 +134,9 @@ class RayRole:
             self._is_answered.clear()
             yield msgspec.msgpack.encode(answers)
 
-    async def ping(self) -> None:
-        """Return at once, as a sign of life."""
+    async def ping(self) -> bytes:
+        """Return the encoded answer to a ping at once, as a sign of life."""
+        return msgspec.msgpack.encode(answer_ping(self._role))
 
     async def suffer(self, number: int) -> None:
         """Send this process a signal, for planned faults."""
@@ -183,6 +186,7 @@ class RayActor(Handle):
         """
         self._actor = actor
         self._name = name
+        self._patience = patience
         self._let_go = let_go
         self._waiting: set[asyncio.Future[Any]] = set()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -196,10 +200,20 @@ class RayActor(Handle):
         self.whereabouts: Whereabouts | None = None
 
     async def locate(self) -> Whereabouts:
-        """Wait until the actor has started, and return its whereabouts."""
-        self.whereabouts = msgspec.msgpack.decode(
-            await self._await(self._actor.where.remote()), type=Whereabouts
+        """Wait until the actor has started, and return its whereabouts.
+
+        Raises:
+            WorkerLostError: it does not start in time, for example because its node has died.
+        """
+        limit = FACTOR * self._patience
+        watch = asyncio.get_running_loop().call_later(
+            limit, self.kill, f"did not start within {limit:.0f} s"
         )
+        try:
+            answer = await self._await(self._actor.where.remote())
+        finally:
+            watch.cancel()
+        self.whereabouts = msgspec.msgpack.decode(answer, type=Whereabouts)
         return self.whereabouts
 
     async def begin(self, role_path: str, config: Config, log: str, umask: int) -> None:
@@ -225,11 +239,6 @@ class RayActor(Handle):
         self._outbox.append(Call(self._num_calls, method, list(arguments)))
         return self._result_of(await answered, returns)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the actor is known to be dead or closed."""
-        return self._lost is not None
-
     def send_signal(self, number: signal.Signals) -> None:
         """Ask the actor to send its own process a signal."""
         self._actor.suffer.remote(int(number))
@@ -240,6 +249,7 @@ class RayActor(Handle):
 
     async def close(self) -> None:
         """Kill the actor; anything that must survive has been saved elsewhere."""
+        self.watch(None)
         self._lose("was closed")
 
     def _send(self) -> None:
@@ -301,8 +311,9 @@ class RayActor(Handle):
 
     async def _ping(self) -> None:
         with contextlib.suppress(RayError):
-            await _result(self._actor.ping.remote())
+            answer = decode(await _result(self._actor.ping.remote()), Answer)
             self._heartbeat.answer(self._has_begun)
+            self._check_alive(answer)
             return
         self._lose("is lost: its process or its node has ended")
 
@@ -311,6 +322,7 @@ class RayActor(Handle):
         if self._lost is not None:
             return
         self._lost = WorkerLostError(f"the actor of {self._name} {how}")
+        self._tell_loss(self._lost)
         if self._beating is not None:
             self._beating.cancel()
         for waiting in self._waiting:

@@ -109,7 +109,7 @@ async def serve(role_path: str, connection: socket.socket) -> None:
         except (asyncio.IncompleteReadError, ConnectionError):
             os._exit(0)  # the controller is gone: also end threads that still compute
         if call.id == PING:
-            write_frame(writer, Answer(PING, "result", encode(None)))
+            write_frame(writer, answer_ping(role))
             continue
         task = asyncio.create_task(_answer(role, call, writer))
         running.add(task)
@@ -140,6 +140,16 @@ def failure(call: Call, error: Exception) -> Answer:
     """Return the answer to a call that raised `error`."""
     kind: Kind = "lost" if isinstance(error, RoleLostError) else "error"
     return Answer(call.id, kind, encode(reason_of(error)))
+
+
+def answer_ping(role: Any) -> Answer:
+    """Return the answer to a ping: "lost" if the role knows that it cannot continue."""
+    try:
+        if hasattr(role, "check_alive"):
+            role.check_alive()
+    except RoleLostError as error:
+        return Answer(PING, "lost", encode(reason_of(error)))
+    return Answer(PING, "result", encode(None))
 
 
 def typed_arguments(method: Any, arguments: list[Any]) -> list[Any]:

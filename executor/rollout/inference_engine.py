@@ -153,6 +153,10 @@ class InferenceEngine(Protocol):
         """Return whether a sequence submitted now joins the next forward pass; True if `submit` raises."""
 
     @property
+    def is_over(self) -> bool:
+        """Return whether generation has ended for good, by `stop` or by a crash."""
+
+    @property
     def cache(self) -> CacheState | None:
         """Return the size and use of the KV cache; None if the engine has no cache of fixed size."""
 

@@ -130,6 +130,10 @@ class Replica:
         """Allocate the devices' memory again, so that generation can go on."""
         await self._worker.wake()
 
+    def expect_end(self) -> None:
+        """Do not report the end of the worker as a loss any more."""
+        self._handle.watch(None)
+
     def kill(self, reason: str) -> None:
         """Kill the worker; its queued and running rollouts are lost."""
         self._handle.kill(reason)

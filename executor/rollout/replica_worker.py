@@ -11,7 +11,8 @@ import heapq
 import itertools
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -124,6 +125,7 @@ class ReplicaWorker(ReplicaRole):
         self._tokenizer: Any = None
         self._stop: StopStrings | None = None
         self._idle_since = 0.0
+        self._has_started = False
         self._is_stopped = False
         self._is_asleep = False
         self._num_loads = 0
@@ -144,6 +146,7 @@ class ReplicaWorker(ReplicaRole):
             self._stop = StopStrings(self.config.stop, self._tokenizer)
         await self._engine.start(manifest)
         self._version = version
+        self._has_started = True
         return checksum
 
     async def generate(self, request: Request) -> Completion:
@@ -190,23 +193,47 @@ class ReplicaWorker(ReplicaRole):
         From this call on no rollout is admitted until the weights are loaded, so later rollouts start under the new
         weights. With `drain`, running rollouts end first. Without it, they wait only for the copy and then continue with
         their KV cache, which the old weights computed. Buckets are read and verified before any parameter changes. A bad
-        manifest raises `ValueError`, and the old weights stay in use.
+        manifest raises `ValueError`, and the old weights stay in use. After any other error the weights are unknown, so
+        it raises `RoleLostError`.
         """
         self._num_loads += 1
         try:
             async with self._loading:
-                began_at = time.perf_counter()
-                checksum = await asyncio.to_thread(verify_buckets, manifest)
-                copy = await self._engine.read_weights(manifest)
-                if drain:
-                    await self._idle_now()
-                is_in_flight = bool(self._running)
-                still_at = time.perf_counter() if is_in_flight else max(began_at, self._idle_since)
-                await self._swap(copy, manifest.version)
-                return Loaded(time.perf_counter() - still_at, checksum)
+                return await self._load(manifest, drain)
         finally:
             self._num_loads -= 1
             self._admit()
+
+    async def _load(self, manifest: Manifest, drain: bool) -> Loaded:
+        began_at = time.perf_counter()
+        with self._losing("cannot read weights", ValueError):
+            checksum = await asyncio.to_thread(verify_buckets, manifest)
+            copy = await self._engine.read_weights(manifest)
+        if drain:
+            await self._idle_now()
+        is_in_flight = bool(self._running)
+        still_at = time.perf_counter() if is_in_flight else max(began_at, self._idle_since)
+        with self._losing("cannot load weights"):
+            await self._swap(copy, manifest.version)
+        return Loaded(time.perf_counter() - still_at, checksum)
+
+    @contextmanager
+    def _losing(self, what: str, *harmless: type[Exception]) -> Iterator[None]:
+        """Raise `RoleLostError` for an error of the engine, unless it is harmless or the replica was stopped."""
+        try:
+            yield
+        except (RoleLostError, *harmless):
+            raise
+        except Exception as error:
+            if self._is_stopped:
+                raise
+            raise RoleLostError(f"{what}: {error}") from error
+
+    def check_alive(self) -> None:
+        """Raise `RoleLostError` if the engine has ended by itself."""
+        is_over = getattr(self._engine, "is_over", False)
+        if is_over and self._has_started and not self._is_stopped:
+            raise RoleLostError("generation has ended")
 
     async def cache(self) -> CacheState | None:
         """Return the size and use of the engine's KV cache."""
@@ -217,13 +244,15 @@ class ReplicaWorker(ReplicaRole):
         if self._attempts:
             raise RuntimeError(f"{len(self._attempts)} rollouts are being generated")
         if not self._is_asleep:
-            await self._engine.sleep()
+            with self._losing("cannot sleep"):
+                await self._engine.sleep()
             self._is_asleep = True
 
     async def wake(self) -> None:
         """Allocate the memory again, with the same weights as before `sleep`."""
         if self._is_asleep:
-            await self._engine.wake()
+            with self._losing("cannot wake"):
+                await self._engine.wake()
             self._is_asleep = False
 
     async def stop(self) -> None:
@@ -355,11 +384,12 @@ class ReplicaWorker(ReplicaRole):
             return
         if attempt not in self._running:
             return
-        async with self._engine.paused():
-            if attempt in self._running:
-                run = self._engine.read(attempt.run)
-                self._engine.cancel(attempt.run)
-                self._end(attempt, run, aborted=True)
+        with self._losing("cannot abort a rollout"):
+            async with self._engine.paused():
+                if attempt in self._running:
+                    run = self._engine.read(attempt.run)
+                    self._engine.cancel(attempt.run)
+                    self._end(attempt, run, aborted=True)
 
     async def _idle_now(self) -> None:
         while self._running:

@@ -104,6 +104,11 @@ class StaticEngine:
         return is_open or self._end is not None
 
     @property
+    def is_over(self) -> bool:
+        """Return whether generation was stopped or has failed."""
+        return self._end is not None
+
+    @property
     def cache(self) -> None:
         """Return None: the cache has no fixed size."""
         return None

@@ -269,6 +269,7 @@ class TransformersEngine:
         self._passes = PassLog(settings.device)
         self._model: Any = None
         self._manager: Any = None
+        self._is_dead = False
         """None before the start, while asleep, and after the end."""
         self._planning: Any = None
         """Hook that plans row attention, if the model uses it."""
@@ -299,6 +300,11 @@ class TransformersEngine:
     def has_room(self) -> bool:
         """Return whether the batch has room for one more sequence; sequences may join at each pass."""
         return len(self._on_end) < self._settings.max_running
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether generation was stopped, or its thread has died."""
+        return self._stopping or self._is_dead
 
     @property
     def cache(self) -> CacheState | None:
@@ -481,6 +487,7 @@ class TransformersEngine:
         """Fail the runs that a dying thread had not yet read from its queue."""
         manager._generation_thread.join()
         if self._manager is manager:
+            self._is_dead = True
             loop.call_soon_threadsafe(lambda: self._fail_all(self._failure("its thread ended")))
 
     def _fail_all(self, error: Exception) -> None:

@@ -220,12 +220,17 @@ class VllmEngine:
     @property
     def has_room(self) -> bool:
         """Return whether the batch has room for one more sequence."""
-        return len(self._runs) < self._settings.max_running or self._is_over
+        return len(self._runs) < self._settings.max_running or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether vLLM was stopped, or its core is dead."""
+        return self._is_stopped or self._llm is None or bool(self._llm.errored)
 
     @property
     def cache(self) -> CacheState | None:
         """Return the cache's state after vLLM's last pass."""
-        return None if self._is_over else self._watch.state(self._llm.vllm_config)
+        return None if self.is_over else self._watch.state(self._llm.vllm_config)
 
     def submit(
         self,
@@ -384,7 +389,7 @@ class VllmEngine:
 
     async def _release(self) -> None:
         async with self._pausing:
-            if self._is_paused and not self._num_pauses and not self._is_over:
+            if self._is_paused and not self._num_pauses and not self.is_over:
                 self._is_paused = False
                 await self._llm.resume_generation()
 
@@ -401,12 +406,8 @@ class VllmEngine:
         if hasattr(self._llm, "update_weight_version"):
             await self._llm.update_weight_version(self._weights)
 
-    @property
-    def _is_over(self) -> bool:
-        return self._is_stopped or self._llm is None or bool(self._llm.errored)
-
     def _check_alive(self) -> None:
-        if self._is_over:
+        if self.is_over:
             raise RuntimeError(STOPPED if self._is_stopped else "vLLM is not running")
 
     async def _end(self, error: RuntimeError) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import assert_never
 
 from streamrl.engine.messages import (
@@ -21,7 +23,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trainer_side import LEADER, TrainerCommand
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import TrainerRecord
-from streamrl.executor.launchers.handles import Handle
+from streamrl.executor.launchers.handles import Handle, WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.trainer.trainer import StepSettings, Trainer
 
@@ -36,6 +38,7 @@ class Trainers:
         records: Iterable[TrainerRecord],
         launcher: Launcher,
         expose: Callable[[Handle], Handle],
+        tell_loss: Callable[[int, WorkerLostError], None],
         now: Callable[[], float],
     ) -> None:
         """Create the trainers without starting them.
@@ -46,16 +49,20 @@ class Trainers:
             records: one for each trainer, that of trainer 0 first.
             launcher: starts the workers.
             expose: lets faults reach trainer 0.
+            tell_loss: called with the number of a trainer whose worker is lost.
             now: returns seconds since the start of the run.
         """
         self._buffer = buffer
         self._launcher = launcher
         self._expose = expose
+        self._tell_loss = tell_loss
         self._now = now
         self._all = [
             Trainer(own, buffer, record, now) for own, record in zip(settings, records, strict=True)
         ]
         self._up: set[int] = set()
+        self.num_lost: Counter[int] = Counter()
+        """Losses of each trainer so far."""
         self._promoted: Promote | None = None
         """The trainer that replaces the primary one, and the version of the replacement."""
 
@@ -112,11 +119,13 @@ class Trainers:
             checkpoint = self._all[number].record.checkpoints.newest()
         elif command.version:
             checkpoint = trainer.record.checkpoints.read(command.version)
+        self._up.add(command.trainer)  # a worker that dies while it starts is a loss too
         handle = await self._launcher.trainer(number)
         if command.trainer == LEADER:
             handle = self._expose(handle)
-        self._up.add(command.trainer)
-        return await trainer.start(command, handle, checkpoint)
+        started = await trainer.start(command, handle, checkpoint)
+        handle.watch(partial(self._tell_loss, command.trainer))
+        return started
 
     def describe(self, number: int) -> str:
         """Return text that says from which step an ended trainer would resume."""
@@ -126,6 +135,7 @@ class Trainers:
     def lose(self, number: int) -> bool:
         """Record that a trainer is lost; return whether it was running until now."""
         is_new = number in self._up
+        self.num_lost[number] += is_new
         self._up.discard(number)
         return is_new
 

@@ -20,7 +20,14 @@ from msgspec.structs import replace
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
-from streamrl.executor.roles import Manifest, Parcel, RelayRole, TransferRole, Write
+from streamrl.executor.roles import (
+    Manifest,
+    Parcel,
+    RelayRole,
+    TransferRole,
+    UnreachedError,
+    Write,
+)
 from streamrl.executor.transfer.broadcast import BroadcastPeer, FanOut
 from streamrl.executor.transfer.transfer import RetainedVersions
 from streamrl.runfile.policies_config import SyncConfig
@@ -136,7 +143,10 @@ class RelayedTransfer(TransferRole):
                 raise error
             logger.warning(f"weights of step {version} did not reach all sites: {error}")
         if errors and len(errors) == len(places):
-            raise ConnectionError(f"weights of step {version} did not reach any site: {errors[0]}")
+            raise UnreachedError(
+                f"weights of step {version} did not reach any site: {errors[0]}",
+                sorted(self._place_of),
+            )
         self._wanted.enter(version)
         self._remove_unwanted()
         return WeightsPushed(
@@ -230,14 +240,18 @@ class RelayedTransfer(TransferRole):
 
     async def _near_place(self) -> Site:
         async with self._starting:
-            if self._near is not None and self._near.where != self._trainer_place():
-                self._lose(self._near)  # the trainer restarted on another machine
+            near = self._near
+            if near is not None and (near.handle.is_lost or near.where != self._trainer_place()):
+                self._lose(near)  # it died while idle, or the trainer restarted on another machine
             if self._near is None:
                 self._near = await self._start(None)
             return self._near
 
     async def _place(self, name: str) -> Site:
         async with self._starting:
+            known = self._places.get(name)
+            if known is not None and known.handle.is_lost:  # it died while idle
+                self._lose(known)
             if name not in self._places:
                 self._places[name] = await self._start(name)
             return self._places[name]
