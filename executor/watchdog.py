@@ -18,6 +18,7 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from streamrl.engine.messages import (
+    Abort,
     Command,
     Event,
     Generate,
@@ -126,6 +127,8 @@ class Watchdog:
         """Return the seconds that a command may take; a `WakeAt` has no limit."""
         if isinstance(command, WakeAt):
             return inf
+        if isinstance(command, Abort):
+            return FACTOR * self.patience
         slowest = self._slowest.get(kind_of(command))
         if slowest is None:
             return FIRST_FACTOR * self.patience

@@ -415,7 +415,7 @@ class RealWorld(World[Trace]):
         reason = f"was killed: {type(command).__name__} took more than {limit:,.0f} s"
         self._given_up[number] = f"the role of {type(command).__name__} {reason}"
         match command:
-            case Generate() | LoadWeights() | StartReplica() | StopReplica():
+            case Generate() | Abort() | LoadWeights() | StartReplica() | StopReplica():
                 if command.replica in self._replicas:
                     self._replicas[command.replica].kill(reason)
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():

@@ -76,6 +76,10 @@ class ScriptedReplica(ReplicaWorker):
             msgspec.structs.replace(request, prompt=encode_ids([request.rollout]))
         )
 
+    async def break_engine(self) -> None:
+        """End the engine, as a crash does, while this process lives."""
+        await self._engine.stop()
+
     def _text(self, tokens: list[int]) -> str:
         """Return a text that scores 1 with answer "odd" or "even", by the sum of the tokens."""
         return "odd" if sum(tokens) % 2 else "even"
@@ -143,8 +147,7 @@ class ScriptedEngine:
     def submit(
         self, tokens: list[int], max_new_tokens: int, on_end: OnEnd, seed: int | None, priority: int
     ) -> str:
-        if self._is_stopped:
-            raise RuntimeError(STOPPED)
+        self._check_alive()
         run, (rollout, *prefix) = next(self._names), tokens
         fails = self._random.random() < self._config.failure_rate
         rest = tokens_of(rollout)[len(prefix) :][:max_new_tokens]
@@ -163,6 +166,7 @@ class ScriptedEngine:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         async with self._turn:
+            self._check_alive()
             self._paused_at = time.perf_counter()
             yield
 
@@ -182,10 +186,16 @@ class ScriptedEngine:
 
         return copy
 
+    def _check_alive(self) -> None:
+        if self._is_stopped:
+            raise RuntimeError(STOPPED)
+
     async def sleep(self) -> None:
+        self._check_alive()
         await asyncio.sleep(self._some_time())
 
     async def wake(self) -> None:
+        self._check_alive()
         await asyncio.sleep(self._some_time())
 
     async def stop(self) -> None:

@@ -184,7 +184,9 @@ def test_what_failed_or_waits_for_the_clock_says_nothing_of_how_long_its_kind_ta
     watchdog = Watchdog(patience=3.0, max_tokens=100)
     watchdog.end(watchdog.begin(Train((0,), 0), 0.0), None, 8.0)
     watchdog.end(watchdog.begin(WakeAt(9.0), 0.0), Woke(9.0), 9.0)
-    assert watchdog.limit(Train((0,), 0)) == FIRST_FACTOR * 3.0 and watchdog.limit(WakeAt(99.0)) == inf
+    assert (
+        watchdog.limit(Train((0,), 0)) == FIRST_FACTOR * 3.0 and watchdog.limit(WakeAt(99.0)) == inf
+    )
 
 
 def test_a_controller_that_was_stopped_itself_finds_nobody_late() -> None:

@@ -206,7 +206,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """See `WorkerProcess`; a prefork server that is stopped cannot delay it."""
-        ends = [self._answers] if self._process is None else [self._answers, self._process]
+        ends: list[socket.socket | FileIO] = [self._answers]
+        if self._process is not None:
+            ends.append(self._process)
         if not _first_ready(ends, timeout):
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
         status = b""

@@ -193,8 +193,8 @@ class ReplicaWorker(ReplicaRole):
         From this call on no rollout is admitted until the weights are loaded, so later rollouts start under the new
         weights. With `drain`, running rollouts end first. Without it, they wait only for the copy and then continue with
         their KV cache, which the old weights computed. Buckets are read and verified before any parameter changes. A bad
-        manifest raises `ValueError`, and the old weights stay in use. After any other error the weights are unknown, so
-        it raises `RoleLostError`.
+        manifest raises `ValueError` or `OSError`, and the old weights stay in use. After any other error the weights are
+        unknown, so it raises `RoleLostError`.
         """
         self._num_loads += 1
         try:
@@ -206,7 +206,7 @@ class ReplicaWorker(ReplicaRole):
 
     async def _load(self, manifest: Manifest, drain: bool) -> Loaded:
         began_at = time.perf_counter()
-        with self._losing("cannot read weights", ValueError):
+        with self._losing("cannot read weights", ValueError, OSError):
             checksum = await asyncio.to_thread(verify_buckets, manifest)
             copy = await self._engine.read_weights(manifest)
         if drain:
@@ -222,10 +222,8 @@ class ReplicaWorker(ReplicaRole):
         """Raise `RoleLostError` for an error of the engine, unless it is harmless or the replica was stopped."""
         try:
             yield
-        except (RoleLostError, *harmless):
-            raise
         except Exception as error:
-            if self._is_stopped:
+            if self._is_stopped or isinstance(error, (RoleLostError, *harmless)):
                 raise
             raise RoleLostError(f"{what}: {error}") from error
 
