@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from streamrl.runfile.errors import RepeatedKeyError, RunError, unique_keys
+
 EOS = "eos_token_id"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 TURN = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
@@ -78,7 +80,11 @@ def _declared(directory: Path) -> tuple[str, frozenset[int]]:
     is_there = (directory / GENERATION).is_file()
     for name in (GENERATION, CONFIG):
         try:
-            found = json.loads((directory / name).read_text(encoding="utf-8-sig")).get(EOS)
+            text = (directory / name).read_text(encoding="utf-8-sig")
+            found = json.loads(text, object_pairs_hook=unique_keys).get(EOS)
+        except RepeatedKeyError as error:
+            told = f"model.path: {directory / name}: {error}"
+            raise RunError("model.path", str(directory), text=told) from None
         except (OSError, ValueError, RecursionError, AttributeError):
             continue
         if found is not None:

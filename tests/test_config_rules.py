@@ -248,6 +248,21 @@ def test_two_files_that_disagree_about_the_format_are_named(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", '{"hidden_size": 64, "hidden_size": 128}'),
+        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8", "quant_algo": "NVFP4"}}'),
+        ("model.safetensors.index.json", '{"metadata": {"total_size": 1, "total_size": 2}}'),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_refused(file: str, text: str, tmp_path: Path) -> None:
+    read(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(RunError, match=f"{file}.*: the key '\\w+' appears twice in one object"):
+        read_model_directory(tmp_path)
+
+
 def test_a_small_head_may_be_assumed_and_is_noted(tmp_path: Path) -> None:
     wide = {"tie_word_embeddings": "absent", "intermediate_size": 10**5, "model_type": "new"}
     shape = read(tmp_path, **wide)

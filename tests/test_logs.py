@@ -155,6 +155,16 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
             "no.jsonl:2: not JSON: ",
         ),
         (
+            "no.jsonl",
+            '{"step": 1, "timing_s/step": 2}\n{"step": 2, "timing_s/step": 2, "timing_s/step": 3}\n',
+            "no.jsonl:2: the key 'timing_s/step' appears twice in one object",
+        ),
+        (
+            "no.json",
+            '[{"step": 1, "timing_s/step": 2, "timing_s/step": 3}]',
+            "no.json: the key 'timing_s/step' appears twice in one object",
+        ),
+        (
             "no.csv",
             "step,timing_s/step\n1,2.5\n2,n/a\n",
             "no.csv: row 2: timing_s/step must be a finite number, got 'n/a'",

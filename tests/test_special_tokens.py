@@ -14,6 +14,7 @@ from streamrl.executor.end_of_turn import TurnEnds
 from streamrl.executor.launchers.role_configs import RoleConfigs, sampling_seed
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.tokens import decode_ids
+from streamrl.runfile.errors import RunError
 from tests.test_execute import real_run
 
 WORDS = ("<pad>", "<bos>", "<end>", "<im_start>", "<im_end>", "a", "b", "user", "assistant", "<n>")
@@ -112,6 +113,12 @@ def test_the_end_of_the_chat_template_ends_a_rollout_and_is_named(tmp_path: Path
 def test_a_model_without_any_end_is_named(tmp_path: Path) -> None:
     found = ends_of(tmp_path, tokenizer(end=None), generation_config=None)
     assert not found.tokens and "every rollout has rollout.max_tokens tokens" in found.notes[0]
+
+
+def test_a_file_that_names_the_end_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "eos_token_id": 4}')
+    with pytest.raises(RunError, match=r"generation_config\.json: the key 'eos_token_id' appears"):
+        TurnEnds.of(str(tmp_path), tokenizer(), has_chats=True)
 
 
 def test_replicas_get_the_ends_of_all_files(tmp_path: Path) -> None:

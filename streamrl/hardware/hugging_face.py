@@ -21,7 +21,7 @@ from streamrl.hardware.model_config import read_shape
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.model_types import EXECUTED_TYPES
 from streamrl.hardware.vision_tower import vision_parameters
-from streamrl.runfile.errors import RunError, shown
+from streamrl.runfile.errors import RunError, shown, unique_keys
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields of a multimodal config.json that hold the language model."""
@@ -70,7 +70,7 @@ def read_model_directory(directory: Path) -> ModelDirectory:
     """
     path = directory / "config.json"
     try:
-        table = json.loads(path.read_text(encoding="utf-8-sig"))
+        table = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, f"{path} cannot be read: {error}") from None
     if not isinstance(table, dict):

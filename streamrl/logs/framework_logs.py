@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from streamrl.logs.log_formats import Keys, LinePattern, LogFormat, known_formats, load_format, pick
 from streamrl.logs.measured_steps import COLUMNS, SECONDS, MeasuredStep, MeasuredSteps, parse_steps
 from streamrl.logs.printed_values import read_dict, read_number
-from streamrl.runfile.errors import shown
+from streamrl.runfile.errors import RepeatedKeyError, shown, unique_keys
 from streamrl.workload.data_files import read_bytes, read_csv
 
 Figures = dict[str, float]
@@ -194,7 +194,9 @@ def _json_rows(found: LogRecords, text: str) -> list[PlacedRow] | None:
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise ValueError(f"{found.path}: {error}") from None
     except (ValueError, RecursionError):
         return _json_lines(found, text)
     if isinstance(whole, dict) and found.log.rows is not None:
@@ -214,7 +216,9 @@ def _json_lines(found: LogRecords, text: str) -> list[PlacedRow] | None:
     lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=unique_keys)
+        except RepeatedKeyError as error:
+            raise ValueError(f"{found.path}:{number}: {error}") from None
         except (ValueError, RecursionError) as error:
             if not rows or not line.lstrip().startswith("{"):
                 return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf, isfinite
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from streamrl.runfile.units import Bandwidth, Duration, Size
 
@@ -118,3 +118,21 @@ def shown(value: object) -> str:
     """Return a value for an error message: on one line, and shortened if long."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+class RepeatedKeyError(ValueError):
+    """A JSON object that has a key twice, of which only the last value would count."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        RepeatedKeyError: it has a key twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKeyError(f"the key {twice!r} appears twice in one object; remove one")
+    return found

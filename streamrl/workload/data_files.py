@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from streamrl.runfile.errors import unique_keys
 from streamrl.runfile.workload_config import HUB
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
         return
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            row = json.loads(line, object_pairs_hook=_unique)
+            row = json.loads(line, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}{_remedy(text, path)}") from None
         yield _object(row, f"{path}:{number}")
@@ -159,20 +160,10 @@ def _entries_of(text: str) -> list[object] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found: list[object] = json.loads(text, object_pairs_hook=_unique)
+        found: list[object] = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError):
         return None  # lines are read instead, and the first wrong one is named
     return found if found and all(isinstance(entry, dict) for entry in found) else None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Row:
-    """Return an object; refuse a key that it has twice, of which only the last value would count."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} appears twice in one object")
-    return found
 
 
 def _object(row: object, where: str) -> Row:
