@@ -352,6 +352,24 @@ def test_a_decode_step_attends_to_the_window_and_to_entries(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("heads", "batch", "context", "measured"),
+    [
+        *((128, 1, 4097, 143e-6), (128, 32, 4097, 191e-6), (128, 128, 2049, 317e-6)),
+        *((16, 1, 4097, 85e-6), (16, 32, 2049, 115e-6), (16, 8, 32769, 115e-6)),
+    ],
+)
+def test_a_block_of_sparse_attention_takes_as_long_as_measured(
+    heads: int, batch: int, context: int, measured: float, tmp_path: Path
+) -> None:
+    """Of DeepSeek-V3.2 on an H200, fp8, SGLang 0.5.14 (aiconfigurator-core 0.12.0, dsa_generation_module)."""
+    shape = read("DeepSeek-V3.2", tmp_path).shape
+    shard = Shard(shape, Kernels("h200", "fp8"), tensor_parallel=128 // heads)
+    found = shard._latent_projections(np.array([float(batch)]))
+    found += shard._decode_layer(batch, np.array([float(context)]), shape)
+    assert found.seconds[0] == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
     ("batch", "context", "sparse", "dense"),
     [(64, 4097, 128e-6, 61e-6), (128, 4097, 142e-6, 77e-6), (128, 6145, 146e-6, 77e-6)],
 )
