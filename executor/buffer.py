@@ -126,6 +126,8 @@ class BufferedRollout:
     """Token file of each attempt. The last attempt may not have written all of its tokens yet."""
     finish: FinishReason | None = None
     """How it ended before the last restart; None if it must still be generated to its end."""
+    is_truncated: bool = False
+    """Whether it ended because it had the maximum length."""
     lost_for: str = ""
     """Why the primary trainer dropped it; empty if it did not."""
     num_holders: int = 1
@@ -154,6 +156,7 @@ class BufferedRollout:
 
     def end(self, completion: Completion) -> Generated:
         """Append the tokens of an ended attempt; return its `Generated` event."""
+        self.is_truncated = completion.finish == "length"
         return Generated(
             completion.rollout,
             self.add(completion),
@@ -267,6 +270,7 @@ class RolloutBuffer:
             is_over = buffered.num_tokens >= self.workload.max_tokens
             if completion.finish != "aborted" or is_over:
                 buffered.finish = "stop" if completion.finish == "stop" else "length"
+                buffered.is_truncated = buffered.finish == "length"
                 buffered.text = self._text_of(buffered)
 
     def _text_of(self, buffered: BufferedRollout) -> str:
@@ -301,8 +305,18 @@ class RolloutBuffer:
         """Return the output text of an open rollout, decoded again from its tokens, without special tokens."""
         return self._text_of(self.rollouts[rollout])
 
-    def sample(self, rollout: int, advantage: float, partner: int | None = None) -> Sample:
-        """Return a rollout as a sample for the trainer; `partner` is the other one of its pair, if any."""
+    def sample(
+        self,
+        rollout: int,
+        advantage: float,
+        partner: int | None = None,
+        *,
+        masks_truncated: bool = False,
+    ) -> Sample:
+        """Return a rollout as a sample for the trainer; `partner` is the other one of its pair, if any.
+
+        With `masks_truncated` it is left out of the loss if the maximum length cut it off.
+        """
         buffered = self.rollouts[rollout]
         return Sample(
             rollout=rollout,
@@ -311,6 +325,7 @@ class RolloutBuffer:
             segments=buffered.segments,
             advantage=advantage,
             partner=partner,
+            is_masked=masks_truncated and buffered.is_truncated,
         )
 
     def hold(self, rollouts: Iterable[int]) -> Hold:

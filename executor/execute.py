@@ -143,6 +143,9 @@ def check_executable(run: Run) -> None:
     for trainer in run.trainers:
         backend = training_backend_named(trainer.backend)
         check_installed(backend.modules, backend.extra)
+    for number in range(run.num_trainers):
+        if run.as_seen_by(number).algorithm.optimizer.is_from_bitsandbytes:
+            check_installed(("bitsandbytes",), "bitsandbytes")
     if run.execute.launcher == "ray":
         check_installed(("ray",), "ray")
     if run.sync.mode == "lora":

@@ -87,6 +87,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Advantage of the algorithm. ppo: the reward. dpo: 1 for the better rollout of a pair, -1 for the worse one."""
     partner: int | None = None
     """dpo: number of the other rollout of the pair."""
+    is_masked: bool = False
+    """Whether it is left out of the loss and of its mean."""
 
 
 class Bucket(msgspec.Struct, frozen=True):

@@ -24,8 +24,8 @@ from streamrl.executor.trainer.adapters import (
     without_adapters,
 )
 from streamrl.executor.trainer.learner import load_learner
+from streamrl.executor.trainer.optimizers import make_optimizer
 from streamrl.executor.trainer.sequences import NOTHING
-from streamrl.executor.trainer.training_backend import make_optimizer
 from streamrl.executor.transfer.bucket_check import verify_buckets
 from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
 from tests.test_end_to_end import SYMBOLS

@@ -261,9 +261,11 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
 ) -> None:
     first, second = make_samples(1), make_samples(2)
     path = tmp_path / "checkpoint"
+    own = {"learning_rate": 0.01, "betas": (0.8, 0.95), "epsilon": 1e-6, "weight_decay": 0.1}
+    own |= {"schedule": "cosine", "warmup_steps": 1, "num_steps": 4}
 
     async def go() -> None:
-        async with trainer(model_path, tmp_path, shape, TRAINER, learning_rate=0.01) as (role, _):
+        async with trainer(model_path, tmp_path, shape, TRAINER, **own) as (role, _):
             await role.start(None)
             await train(role, [first, []])
             await role.save(str(path))
@@ -273,7 +275,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
             straight = await weights_of(role, 2, tmp_path / "first")
         loaded: Any = AutoModelForCausalLM.from_pretrained(path)
         assert gap(saved, dict(loaded.state_dict())) == 0
-        async with trainer(model_path, tmp_path, shape, TRAINER, learning_rate=0.01) as (role, _):
+        async with trainer(model_path, tmp_path, shape, TRAINER, **own) as (role, _):
             assert await role.start(str(path)) == 1
             await role.train(second)
             await role.step(2)

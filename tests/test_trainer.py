@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,10 +29,13 @@ from streamrl.executor.trainer import losses
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.trainer.trainer_worker import TrainerWorker
 from streamrl.executor.transfer.shared_memory import read_buckets
+from streamrl.runfile.algorithm_config import LossMean
 from tests.tiny_model import tiny_model
 
 VOCABULARY = 40
 TEMPERATURE = 0.8
+LONGEST = 30
+"""Maximum output tokens of a rollout."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -167,8 +170,15 @@ def distance(first: Weights, second: Weights) -> float:
 
 def step_by_hand(model: Any, terms: list[torch.Tensor], loss_mean: str) -> float:
     """Take one AdamW step on the mean of the terms of each rollout; return the norm of its gradient."""
-    means = torch.stack([term.mean() for term in terms])
-    loss: Any = torch.cat(terms).mean() if loss_mean == "token" else means.mean()
+    of_rollout: Any = {
+        "rollout": torch.mean,
+        "rollout-sum": torch.sum,
+        "constant": lambda term: term.sum() / LONGEST,
+    }
+    if loss_mean == "token":
+        loss: Any = torch.cat(terms).mean()
+    else:
+        loss = torch.stack([of_rollout[loss_mean](term) for term in terms]).mean()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
@@ -195,17 +205,22 @@ def test_any_split_and_order_makes_the_weights_of_one_batch(
     assert others == pytest.approx(figures, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
+@pytest.mark.parametrize("loss_mean", get_args(LossMean))
 def test_the_step_is_that_of_the_written_out_loss(
     model_path: str, tmp_path: Path, loss_mean: str
 ) -> None:
-    samples = make_samples(7)
+    samples, masked = make_samples(7), {3, 4, 11}
     found, figures = step_once(
-        make_config(model_path, loss_mean=loss_mean, max_grad_norm=1e9), [samples], tmp_path
+        make_config(model_path, loss_mean=loss_mean, max_grad_norm=1e9, max_tokens=LONGEST),
+        [[replace(sample, is_masked=sample.rollout in masked) for sample in samples]],
+        tmp_path,
     )
+    assert figures["masked_rollouts"] == len(masked)
     model = load_model(model_path)
     terms = []
     for sample in samples:
+        if sample.rollout in masked:
+            continue
         chosen = logprobs_of(model, sample)
         ratio = (chosen.detach() - torch.tensor(read_blocks(sample.output)[1])).exp().clamp(max=2.0)
         terms.append(-ratio * sample.advantage * chosen)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from numpy.random import SeedSequence
 
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
 
@@ -78,12 +79,15 @@ class RoleConfigs:
             "second_moment": algorithm.second_moment,
             "clip": algorithm.clip,
             "clip_high": algorithm.clip_high,
+            "clip_dual": algorithm.clip_dual,
             "kl_coefficient": algorithm.kl_coefficient,
             "kl_estimator": algorithm.kl_estimator,
             "kl_in": algorithm.kl_in,
             "entropy_coefficient": algorithm.entropy_coefficient,
             "rollouts_per_update": run.rollouts_per_update,
             "loss_mean": algorithm.loss_mean,
+            "max_tokens": run.rollout.max_tokens,
+            **_optimizer(algorithm),
             "max_grad_norm": algorithm.max_grad_norm,
             "beta": algorithm.beta,
             "critic_learning_rate": algorithm.critic_rate if algorithm.has_critic else None,
@@ -124,6 +128,12 @@ class RoleConfigs:
             "dtype": self._run.model.dtype,
             "deterministic": self._run.execute.deterministic,
         }
+
+
+def _optimizer(algorithm: AlgorithmConfig) -> Config:
+    """Return the settings of the optimizer, and of the schedule of its learning rate."""
+    options = asdict(algorithm.optimizer)
+    return {"optimizer": options.pop("name"), "num_steps": algorithm.steps, **options}
 
 
 def _sampling(rollout: RolloutConfig) -> Config:

@@ -26,6 +26,7 @@ class AdvantageEstimator:
     ) -> None:
         self._algorithm = algorithm.chosen
         self._name = algorithm.name
+        self._masks_truncated = algorithm.mask_truncated
         self._buffer = buffer
         self.baseline = baseline
         """Mean reward of the last step's batch; see `streamrl.runfile.algorithms`."""
@@ -35,7 +36,12 @@ class AdvantageEstimator:
     def samples(self, rollouts: Iterable[int]) -> list[Sample]:
         """Return samples of rollouts with their advantages."""
         return [
-            self._buffer.sample(rollout, self.advantage(rollout), self._partner(rollout))
+            self._buffer.sample(
+                rollout,
+                self.advantage(rollout),
+                self._partner(rollout),
+                masks_truncated=self._masks_truncated,
+            )
             for rollout in rollouts
         ]
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from streamrl.executor.roles import RoleLostError
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
+from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from streamrl.executor.trainer.training_backend import make_optimizer, state_of
+from streamrl.executor.trainer.training_backend import state_of
 
 GATHER_BYTES = 512 * 2**20
 """Bytes of weights that are gathered at once for writing; gathering one tensor at a time takes twenty times as long."""
@@ -71,6 +72,10 @@ class DeepSpeedBackend:
             )
         return norm
 
+    def set_rate(self, rate: float) -> None:
+        """Use a learning rate from the next step on."""
+        set_rate(self._engine.optimizer, rate)
+
     def weights(self, *, learned: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's tensors on the first rank; with ZeRO 3 gather a part of them at a time."""
         state = state_of(self._engine.module, learned=learned)
@@ -104,8 +109,7 @@ class DeepSpeedBackend:
             raise ValueError(f"{path}: no checkpoint of {self._tag}: it has {saved}")
         _, client_state = self._engine.load_checkpoint(str(path), self._tag)
         version: int = client_state["version"]
-        for group in self._engine.optimizer.param_groups:
-            group.update(lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay)
+        restate(self._engine.optimizer, self._settings)
         return version
 
     def move(self, device: str) -> None:

@@ -30,6 +30,7 @@ from streamrl.executor.trainer.backends import make_backend, make_frozen
 from streamrl.executor.trainer.critic import Critic
 from streamrl.executor.trainer.model_loading import load_model, recompute
 from streamrl.executor.trainer.objectives import objective_of
+from streamrl.executor.trainer.optimizers import rate_of
 from streamrl.executor.trainer.passes import (
     check_chunks,
     output_logprobs,
@@ -80,7 +81,9 @@ class Accumulated:
     num_passes: int = 0
     """Number of backward passes of this rank since the last optimizer step."""
     portion: tuple[float, float] = (0, 0)
-    """Number of rollouts and tokens since the last optimizer step."""
+    """Number of rollouts since the last optimizer step, and of the tokens that a critic learns from."""
+    num_masked: float = 0
+    """Rollouts that are left out of the loss."""
     counted: float = 0
     """Sum of the divisors of this batch's optimizer steps."""
     norms: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -164,11 +167,17 @@ class Learner:
         batch = self.batch
         if self.backend.in_step and not batch.num_passes:
             self._backward([NOTHING])  # all advantages are 0, but other ranks wait
+        config = self.config
+        rate = rate_of(config, config.learning_rate, self.version)
+        self.backend.set_rate(rate)
         figures = {
-            "grad_norm": self.backend.step(batch.count or 1.0)
+            "learning_rate": rate,
+            "grad_norm": self.backend.step(batch.count or 1.0),
         }  # count is 0 if nothing was chosen
         if self.critic is not None:
-            figures["critic_grad_norm"] = self.critic.backend.step(batch.portion[1])
+            assert config.critic_learning_rate is not None
+            self.critic.backend.set_rate(rate_of(config, config.critic_learning_rate, self.version))
+            figures["critic_grad_norm"] = self.critic.backend.step(batch.portion[1] or 1.0)
         batch.norms.append(figures)
         batch.counted += batch.count
         batch.count, batch.num_passes, batch.portion = 0, 0, (0, 0)
@@ -192,7 +201,9 @@ class Learner:
                 self.scores.pop(sequence.rollout, None)
         counts: list[float] = [sum(s.num_trained for s in sequences), len(sequences)]
         counts.append(math.fsum(self.objective.count(s) for s in sequences))
-        num_tokens, num_rollouts, count, *summed = self.ranks.sum(
+        masked = [s for s in sequences if s.is_masked]
+        counts += [len(masked), sum(s.num_trained for s in masked)]
+        num_tokens, num_rollouts, count, num_masked, masked_tokens, *summed = self.ranks.sum(
             [*counts, *(sums[name] for name in self._sums)]
         )
         sums = Counter(dict(zip(self._sums, summed, strict=True)))
@@ -201,7 +212,11 @@ class Learner:
         self.batch.num_tokens += added.num_tokens
         self.batch.num_rollouts += added.num_rollouts
         rollouts, tokens = self.batch.portion
-        self.batch.portion = rollouts + added.num_rollouts, tokens + added.num_tokens
+        self.batch.portion = (
+            rollouts + added.num_rollouts,
+            tokens + added.num_tokens - masked_tokens,
+        )
+        self.batch.num_masked += num_masked
         self.batch.sums.update(sums)
         self.batch.whole = whole
         return added.summary()
@@ -241,6 +256,8 @@ class Learner:
             name: statistics.fmean(each[name] for each in batch.norms) for name in batch.norms[0]
         }
         figures["loss"] = batch.sums["loss"] / (batch.counted or 1.0)
+        if batch.num_masked:
+            figures["masked_rollouts"] = batch.num_masked
         return {**figures, **self.objective.figures(batch.sums), **batch.summary()}
 
     def _portions(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
@@ -361,8 +378,12 @@ class Learner:
         logprobs, entropies = self._outputs(sequences)
         advantages = [objective.advantages(s, self.scores) for s in sequences]
         tokens = losses.flatten_sequences(sequences, advantages, logprobs, proximal)
-        bounds = {"clip": config.clip, "clip_high": config.clip_high or config.clip}
-        bounds["cap"] = config.weight_bound
+        bounds: dict[str, Any] = {
+            "clip": config.clip,
+            "clip_high": config.clip_high,
+            "clip_dual": config.clip_dual,
+            "cap": config.weight_bound,
+        }
         per_token = losses.policy_losses(tokens, config.correction, **bounds)
         if entropies is not None:
             per_token = per_token - config.entropy_coefficient * entropies

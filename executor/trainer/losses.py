@@ -24,7 +24,8 @@ over a batch. Here it is over a rollout, because a batch is never in memory as a
 Without a correction the loss is -A * log-probability of the chosen rollouts, whatever policy sampled them. If the
 proximal policy is the policy itself, r is 1 and its gradient is that of the log-probability. This is the
 importance-weighted policy gradient. It is exact if a batch has one optimizer step. DAPO's clip-higher (arXiv 2503.14476)
-is a `clip_high` above `clip`.
+is a `clip_high` above `clip`. With a dual clip c (arXiv 1912.09729), the minimum is at least c * A where A < 0; it binds
+where r > c, so only where r is not always 1.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def policy_losses(
     clip: float,
     cap: float,
     clip_high: float | None = None,
+    clip_dual: float | None = None,
 ) -> torch.Tensor:
     """Compute the loss of every token, [n], by this module's formula and table; `clip_high` defaults to `clip`."""
     if correction is None:
@@ -138,7 +140,11 @@ def policy_losses(
     if correction == "m2po":
         return -weights * ratios * tokens.advantages
     clipped = ratios.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
-    return -weights * torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
+    gains = torch.minimum(ratios * tokens.advantages, clipped * tokens.advantages)
+    if clip_dual is not None:
+        bounded = torch.maximum(gains, clip_dual * tokens.advantages)
+        gains = torch.where(tokens.advantages < 0, bounded, gains)
+    return -weights * gains
 
 
 def proximal_logprobs(tokens: Tokens, correction: CorrectionName | None) -> torch.Tensor:
@@ -238,6 +244,7 @@ def diagnostic_sums(
     clip: float,
     cap: float,
     clip_high: float | None = None,
+    clip_dual: float | None = None,
 ) -> dict[str, float]:
     """Return sums over these tokens; add them up over micro-batches, and pass them to `diagnostics`."""
     with torch.no_grad():
@@ -248,7 +255,7 @@ def diagnostic_sums(
             "ratio": ratios,
             "ratio_squared": ratios.square(),
             "clipped": _clip_binds(
-                tokens, correction, clip, clip if clip_high is None else clip_high
+                tokens, correction, clip, clip if clip_high is None else clip_high, clip_dual
             ),
             "truncated": raw != correction_weights(tokens, correction, cap),
             "entropy": -policy,
@@ -363,11 +370,17 @@ def _raw_weights(tokens: Tokens, correction: CorrectionName | None) -> torch.Ten
 
 
 def _clip_binds(
-    tokens: Tokens, correction: CorrectionName | None, clip: float, clip_high: float
+    tokens: Tokens,
+    correction: CorrectionName | None,
+    clip: float,
+    clip_high: float,
+    clip_dual: float | None,
 ) -> torch.Tensor:
     ratios = _policy_ratios(tokens, correction)
     if correction == "m2po":
         return torch.zeros_like(ratios, dtype=torch.bool)
     above = (ratios > 1 + clip_high) & (tokens.advantages > 0)
-    below = (ratios < 1 - clip) & (tokens.advantages < 0)
-    return above | below
+    outside = ratios < 1 - clip
+    if clip_dual is not None:
+        outside |= ratios > clip_dual
+    return above | (outside & (tokens.advantages < 0))

@@ -45,14 +45,22 @@ class PolicyGradient:
         """Return whether a rollout has a gradient."""
         settings = self.settings
         has_terms = settings.kl_coefficient > 0 or settings.entropy_coefficient > 0
-        return sequence.advantage != 0 or has_terms
+        return not sequence.is_masked and (sequence.advantage != 0 or has_terms)
 
     def share(self, sequence: TokenSequence) -> float:
         """Return the factor for the loss of each token of a rollout."""
-        return 1.0 if self.settings.loss_mean == "token" else 1 / sequence.num_trained
+        match self.settings.loss_mean:
+            case "token" | "rollout-sum":
+                return 1.0
+            case "rollout":
+                return 1 / sequence.num_trained
+            case "constant":
+                return 1 / self.settings.max_tokens
 
     def count(self, sequence: TokenSequence) -> float:
         """Return how much a rollout adds to the divisor of the gradient."""
+        if sequence.is_masked:
+            return 0.0
         return sequence.num_trained if self.settings.loss_mean == "token" else 1
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
@@ -84,7 +92,7 @@ class Likelihood(PolicyGradient):
 
     def computes(self, sequence: TokenSequence) -> bool:
         """Return whether a rollout was chosen."""
-        return sequence.advantage != 0
+        return not sequence.is_masked and sequence.advantage != 0
 
     def count(self, sequence: TokenSequence) -> float:
         """Return how much a rollout adds to the divisor of the gradient."""
@@ -143,8 +151,8 @@ class ActorCritic(PolicyGradient):
     sums = ("values", "returns", "returns_squared", "errors", "errors_squared")
 
     def computes(self, sequence: TokenSequence) -> bool:
-        """Return True: the critic learns from every rollout."""
-        return True
+        """Return whether a rollout is not masked: the critic learns from all others."""
+        return not sequence.is_masked
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
         """Compute generalised advantage estimates, [n]."""

@@ -35,6 +35,8 @@ class TokenSequence:
     advantage: float
     partner: int | None = None
     """The other rollout of its pair, if it has one."""
+    is_masked: bool = False
+    """Whether it is left out of the loss and of its mean."""
 
     @property
     def length(self) -> int:
@@ -91,4 +93,5 @@ def _read(sample: Sample) -> TokenSequence:
         is_policy=is_policy,
         advantage=sample.advantage,
         partner=sample.partner,
+        is_masked=sample.is_masked,
     )

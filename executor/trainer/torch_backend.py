@@ -10,15 +10,16 @@ import torch
 
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
+from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
-from streamrl.executor.trainer.training_backend import make_optimizer, state_of
+from streamrl.executor.trainer.training_backend import state_of
 
 STATE_FILE = "trainer.pt"
 
 
 class TorchBackend:
-    """A model, its gradient in the parameters, and AdamW."""
+    """A model, its gradient in the parameters, and its optimizer."""
 
     in_step = False
 
@@ -43,6 +44,10 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 
+    def set_rate(self, rate: float) -> None:
+        """Use a learning rate from the next step on."""
+        set_rate(self.optimizer, rate)
+
     def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the model's tensors by name."""
         state = state_of(self.model, learned=learned)
@@ -63,8 +68,7 @@ class TorchBackend:
             )
         state = torch.load(path / STATE_FILE, self._settings.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group.update(lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay)
+        restate(self.optimizer, self._settings)
         version: int = state["version"]
         return version
 
@@ -75,4 +79,5 @@ class TorchBackend:
         """Move weights, gradient and optimizer state to a device."""
         self.model.to(device)  # moves the gradient too
         for held in self.optimizer.state.values():
-            held.update({name: tensor.to(device) for name, tensor in held.items()})
+            tensors = {name: each for name, each in held.items() if torch.is_tensor(each)}
+            held.update({name: tensor.to(device) for name, tensor in tensors.items()})

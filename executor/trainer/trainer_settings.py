@@ -9,7 +9,14 @@ import torch
 
 from streamrl.executor.sampling import WHOLE, Truncation
 from streamrl.executor.trainer import losses
-from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
+from streamrl.runfile.algorithm_config import (
+    CorrectionName,
+    KlEstimator,
+    KlPlace,
+    LossMean,
+    OptimizerName,
+    ScheduleName,
+)
 from streamrl.runfile.algorithms import AlgorithmName, algorithm_named
 from streamrl.runfile.backend_choice import TrainerBackend, training_backend_named
 from streamrl.runfile.roles_config import Packing, Recompute
@@ -20,6 +27,8 @@ CHOICES = {
     "kl_estimator": get_args(KlEstimator),
     "kl_in": get_args(KlPlace),
     "loss_mean": get_args(LossMean),
+    "optimizer": get_args(OptimizerName),
+    "schedule": get_args(ScheduleName),
     "packing": get_args(Packing),
     "recompute": get_args(Recompute),
     "dtype": tuple(DTYPES),
@@ -48,6 +57,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     clip: float = 0.2
     """PPO's clip range of the ratio, below 1; also above 1 if `clip_high` is None."""
     clip_high: float | None = None
+    clip_dual: float | None = None
+    """Bound of ratio times advantage, relative to the advantage, where that is negative; None: no bound."""
     kl_coefficient: float = 0.0
     """Weight of the KL term against the initial weights; above 0 the trainer needs a reference model.
 
@@ -61,7 +72,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_per_update: int | None = None
     """Rollouts, over all ranks, between two optimizer steps; None: one optimizer step for each batch."""
     loss_mean: LossMean = "token"
-    """token: mean over all sampled output tokens; rollout: mean over rollouts of their token means."""
+    """See `algorithm.loss_mean`."""
+    max_tokens: int = 1
+    """Maximum output tokens of a rollout: the divisor of `loss_mean` constant."""
     max_grad_norm: float = 1.0
     beta: float = 0.1
     """For dpo: factor of the log-ratios of a pair."""
@@ -76,7 +89,19 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """See the table of `streamrl.executor.trainer.model_loading`."""
     logits_chunk: int | None = None
     """Number of tokens whose logits exist at once; None: all tokens of a pass."""
+    optimizer: OptimizerName = "adamw"
+    """See the table of `streamrl.executor.trainer.optimizers`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
     weight_decay: float = 0.0
+    momentum: float = 0.95
+    """Of Muon."""
+    schedule: ScheduleName = "constant"
+    warmup_steps: int = 0
+    final_rate_share: float = 0.0
+    """Share of the learning rate that is left after `num_steps`."""
+    num_steps: int = 1
+    """Steps of the whole training, for the schedule."""
     seed: int = 0
     """Seed for weights that the directory lacks; training itself uses no random numbers."""
     device: str = "cpu"

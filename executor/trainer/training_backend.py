@@ -1,4 +1,4 @@
-"""The contract of a training backend, and the optimizer and weight access that all backends share.
+"""The contract of a training backend, and the weight access that all backends share.
 
 A backend holds the weights of a trainer. It applies gradients to them, over all ranks, and saves them.
 
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-
-from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 
 class TrainingBackend(Protocol):
@@ -40,6 +38,9 @@ class TrainingBackend(Protocol):
             FloatingPointError: the norm is not finite; the weights are unchanged.
         """
 
+    def set_rate(self, rate: float) -> None:
+        """Use a learning rate from the next step on."""
+
     def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
         """Return all weights (or only trained ones) by name, whole, on the first rank; every rank must call this."""
 
@@ -55,21 +56,6 @@ class TrainingBackend(Protocol):
 
     def move(self, device: str) -> None:
         """Move everything on a device to another one."""
-
-
-ADAM_BETAS = (0.9, 0.999)
-"""AdamW's published values (arXiv 1711.05101)."""
-
-
-def make_optimizer(settings: TrainerSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over the trained weights of a model."""
-    return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=settings.learning_rate,
-        betas=ADAM_BETAS,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
 
 
 def state_of(model: Any, *, learned: bool = False) -> dict[str, torch.Tensor]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from streamrl.engine.presets import choose_system
 from streamrl.hardware.parallelism import end_stage_layers
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
-from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.algorithm_config import AlgorithmConfig, OptimizerConfig
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Layout, Value
@@ -286,7 +288,15 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[PlannedValue]:
     rate = algorithm.critic_rate if algorithm.has_critic else None
     yield PlannedValue("critic_rate", "algorithm.critic_learning_rate", rate, (None,))
     yield PlannedValue("has_reference", "algorithm.kl_coefficient", algorithm.has_reference)
-    yield PlannedValue("is_token_mean", "algorithm.loss_mean", algorithm.loss_mean == "token")
+    is_token_mean = {"token": True, "rollout": False}.get(algorithm.loss_mean)
+    yield PlannedValue("is_token_mean", "algorithm.loss_mean", is_token_mean)
+    masks = algorithm.mask_truncated
+    yield PlannedValue("mask_truncated", "algorithm.mask_truncated", masks, (False,))
+    yield PlannedValue("clip_dual", "algorithm.clip_dual", algorithm.clip_dual, (None,))
+    for key, default in asdict(OptimizerConfig()).items():
+        value = getattr(algorithm.optimizer, key)
+        shown, usual = (str(list(v)) if isinstance(v, tuple) else v for v in (value, default))
+        yield PlannedValue(f"optimizer_{key}", f"algorithm.optimizer.{key}", shown, (usual,))
     takes = not algorithm.recomputes_log_probs
     yield PlannedValue("takes_engine_log_probs", "algorithm.old_log_probs", takes)
 

@@ -12,11 +12,44 @@ CorrectionName = Literal[
 ]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
-LossMean = Literal["token", "rollout"]
+LossMean = Literal["token", "rollout", "rollout-sum", "constant"]
+OptimizerName = Literal["adamw", "adamw-8bit", "adamw-paged", "adamw-8bit-paged", "muon"]
+ScheduleName = Literal["constant", "linear", "cosine"]
 DEFAULT_CORRECTION: CorrectionName = "token-tis"
 CLIP = 0.2
 CRITIC_RATE = 10.0
 """Critic learning rate divided by the actor's; the defaults of verl and OpenRLHF give 10 and 18."""
+
+
+class OptimizerConfig(Section, frozen=True, kw_only=True):
+    """How a gradient changes the weights; simulated as AdamW in 32 bits."""
+
+    name: OptimizerName = "adamw"
+    """Executed. adamw. adamw-8bit: moments in 8 bits (bitsandbytes). adamw-paged, adamw-8bit-paged:
+    moments in memory that moves to the host when the GPU's is full (bitsandbytes). muon: Muon for
+    matrices in layers, AdamW for other weights. Back end torch has all, deepspeed has adamw.
+    """
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Executed: decay of AdamW's first and second moment."""
+    epsilon: float = 1e-8
+    """Executed: AdamW's term that keeps a division finite."""
+    weight_decay: float = 0.0
+    """Executed: decoupled weight decay of all trained weights, times the learning rate."""
+    momentum: float = 0.95
+    """Executed: decay of Muon's momentum."""
+    schedule: ScheduleName = "constant"
+    """Executed: how the learning rate falls after the warm-up until the last step. linear and cosine
+    end at `final_rate_share`. All trained weights have the same schedule, also a critic's.
+    """
+    warmup_steps: int = 0
+    """Executed: steps in which the learning rate rises to its full value."""
+    final_rate_share: float = 0.0
+    """Executed: share of the learning rate at the end of schedule linear or cosine."""
+
+    @property
+    def is_from_bitsandbytes(self) -> bool:
+        """Whether the library bitsandbytes must be installed."""
+        return self.name in ("adamw-8bit", "adamw-paged", "adamw-8bit-paged")
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -42,7 +75,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     the groups that it has.
     """
     learning_rate: float = 1e-6
-    """Learning rate of AdamW."""
+    """Learning rate of the optimizer, without its schedule."""
+    optimizer: OptimizerConfig = OptimizerConfig()
     correction: CorrectionName | None = None
     """Correction for rollouts of an older policy; token-tis where absent. raft and dpo take none.
     """
@@ -64,6 +98,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """
     clip_high: float | None = None
     """Clip range of the ratio above 1 (DAPO's clip-higher, 0.28 there)."""
+    clip_dual: float | None = None
+    """Dual clip: bound of the ratio where the advantage is negative (arXiv 1912.09729; 3 in verl).
+    Used by none, gspo and decoupled.
+    """
     kl_coefficient: float = 0.0
     """Weight of the KL term against the initial policy. Above 0, a reference model runs."""
     kl_estimator: KlEstimator = "k3"
@@ -80,7 +118,12 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """
     loss_mean: LossMean = "token"
     """token: the loss is a mean over all tokens of a step. rollout: a mean over rollouts of the
-    mean over their tokens.
+    mean over their tokens. rollout-sum: a mean over rollouts of the sum over their tokens.
+    constant: that sum divided by `rollout.max_tokens` (Dr. GRPO's constant divisor).
+    """
+    mask_truncated: bool = False
+    """Executed: whether rollouts that `rollout.max_tokens` cut off are left out of the loss and of
+    its mean (DAPO's overlong filtering). Their rewards still count in the baseline of their group.
     """
     max_grad_norm: float = 1.0
     """Norm to which longer gradients are scaled down."""

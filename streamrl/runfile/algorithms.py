@@ -59,7 +59,7 @@ class Algorithm:
     """Whether the actor scores rollouts before their gradient, whatever the correction is."""
     compares_pairs = False
     """Whether the best and the worst rollout of a group are trained on as a pair."""
-    reads: tuple[str, ...] = ("loss_mean",)
+    reads: tuple[str, ...] = ("loss_mean", "mask_truncated")
     """Keys of `[algorithm]` that this algorithm reads and some others do not."""
     objective = "streamrl.executor.trainer.objectives:PolicyGradient"
     """The loss, as "module:Class"; imported by the processes that train."""
@@ -167,7 +167,7 @@ class Ppo(Algorithm):
     trains_whole_groups = False
     has_critic = True
     has_rewards_of_tokens = True
-    reads = ("loss_mean", "critic_learning_rate", "gae_lambda")
+    reads = ("loss_mean", "mask_truncated", "critic_learning_rate", "gae_lambda")
     objective = "streamrl.executor.trainer.objectives:ActorCritic"
 
     def advantages(self, rewards: list[float], baseline: float = NO_BASELINE) -> list[float]:

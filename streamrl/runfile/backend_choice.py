@@ -138,6 +138,8 @@ class TrainingChoice:
     """Whether ZeRO stages split its optimizer, gradients and weights over data-parallel ranks."""
     split = ""
     """A function that splits the weights of a model that is not trained over ranks, as "module:NAME"; for ZeRO 3."""
+    optimizers: tuple[str, ...] = ("adamw",)
+    """Values of `algorithm.optimizer.name` that it can use."""
     always_has_ranks = False
     """Whether a single rank, too, is a process that meets others."""
     makes_several_steps = False
@@ -152,6 +154,7 @@ class Torch(TrainingChoice):
     """All weights and all of the optimizer on every rank."""
 
     backend = "streamrl.executor.trainer.torch_backend:TorchBackend"
+    optimizers = ("adamw", "adamw-8bit", "adamw-paged", "adamw-8bit-paged", "muon")
     makes_several_steps = True
     frees_memory = True
     counts_memory = True

@@ -407,6 +407,7 @@ def _check_algorithms(algorithms: Iterable[AlgorithmConfig]) -> None:
     for number, algorithm in enumerate(algorithms):
         key = f"{trainer_key(number)}.algorithm" if number else "algorithm"
         _check_algorithm(algorithm, key)
+        _check_optimizer(algorithm, key)
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
@@ -444,6 +445,24 @@ def _check_algorithm(algorithm: AlgorithmConfig, key: str) -> None:
             f"algorithm.group_size must be at least 2 for {algorithm.name}, "
             f"got {algorithm.group_size}",
             (f"{key}.name",),
+        )
+
+
+def _check_optimizer(algorithm: AlgorithmConfig, key: str) -> None:
+    own, key = algorithm.optimizer, f"{key}.optimizer"
+    if not all(0 <= beta < 1 for beta in own.betas):
+        text = f"{key}.betas must be two numbers in [0, 1), got {list(own.betas)}"
+        raise RunError(f"{key}.betas", list(own.betas), text=text)
+    if own.final_rate_share and own.schedule == "constant":
+        text = (
+            f"{key}.final_rate_share has no effect with schedule 'constant', got {own.final_rate_share}; "
+            f"set {key}.schedule to linear or cosine"
+        )
+        raise RunError(f"{key}.final_rate_share", own.final_rate_share, OneOf([0.0]), text)
+    if own.warmup_steps >= algorithm.steps and own.warmup_steps:
+        text = f"{key}.warmup_steps must be below algorithm.steps={algorithm.steps}, got {own.warmup_steps}"
+        raise RunError(
+            f"{key}.warmup_steps", own.warmup_steps, Bounds(0, algorithm.steps - 1), text
         )
 
 

@@ -26,7 +26,7 @@ from typing import (
 
 import msgspec
 
-from streamrl.runfile.algorithm_config import AlgorithmConfig, CorrectionName
+from streamrl.runfile.algorithm_config import AlgorithmConfig, CorrectionName, OptimizerConfig
 from streamrl.runfile.algorithms import readers_of
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
@@ -276,6 +276,7 @@ CLIPPING: tuple[CorrectionName, ...] = ("none", "gspo", "cispo", "decoupled")
 READ_BY_CORRECTION: dict[str, tuple[CorrectionName, ...]] = {
     "clip": CLIPPING,
     "clip_high": CLIPPING,
+    "clip_dual": ("none", "gspo", "decoupled"),
     "correction_cap": ("token-tis", "seq-tis", "icepop", "decoupled"),
     "second_moment": ("m2po",),
 }
@@ -384,6 +385,7 @@ OF_LOSSES = {
     "correction_cap": Bounds(1),
     "clip": POSITIVE,
     "clip_high": POSITIVE,
+    "clip_dual": Bounds(1, excludes_least=True),
     "beta": POSITIVE,
     "critic_learning_rate": POSITIVE,
     "gae_lambda": Bounds(0, 1),
@@ -455,6 +457,13 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "max_reward": REWARD,
     },
     AlgorithmConfig: {"group_size": Bounds(1, MOST_PER_GROUP), **OF_LOSSES},
+    OptimizerConfig: {
+        "epsilon": POSITIVE,
+        "weight_decay": Bounds(0),
+        "momentum": SHARE,
+        "warmup_steps": Bounds(0),
+        "final_rate_share": SHARE,
+    },
     AlgorithmChanges: {"prompts_per_step": Bounds(1), "max_gen_batches": Bounds(1), **OF_LOSSES},
     WorkloadConfig: {"informative_share": SHARE},
     SourceConfig: {"weight": POSITIVE},

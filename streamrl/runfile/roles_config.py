@@ -6,7 +6,13 @@ from typing import Literal, get_args
 
 import msgspec
 
-from streamrl.runfile.algorithm_config import CorrectionName, KlEstimator, KlPlace, LossMean
+from streamrl.runfile.algorithm_config import (
+    CorrectionName,
+    KlEstimator,
+    KlPlace,
+    LossMean,
+    OptimizerConfig,
+)
 from streamrl.runfile.algorithms import AlgorithmName
 from streamrl.runfile.backend_choice import (
     RolloutBackend,
@@ -483,16 +489,19 @@ class AlgorithmChanges(Section, frozen=True, kw_only=True):
     """
     max_gen_batches: int | None = None
     learning_rate: float | None = None
+    optimizer: OptimizerConfig | None = None
     correction: CorrectionName | None = None
     correction_cap: float | None = None
     second_moment: float | None = None
     clip: float | None = None
     clip_high: float | None = None
+    clip_dual: float | None = None
     kl_coefficient: float | None = None
     kl_estimator: KlEstimator | None = None
     kl_in: KlPlace | None = None
     entropy_coefficient: float | None = None
     loss_mean: LossMean | None = None
+    mask_truncated: bool | None = None
     max_grad_norm: float | None = None
     beta: float | None = None
     critic_learning_rate: float | None = None

@@ -100,6 +100,7 @@ def check_back_end_of(run: Run, trainer: int) -> None:
     _refuse(_limits_of_passes(key, own, seen.algorithm, run.framework.optimizer_steps, takes_turns))
     _refuse(_limits_of_ranks(key, own, execute, takes_turns))
     _refuse(_limits_of_zero(key, own, run.model.dtype, device, takes_turns))
+    _refuse(_limits_of_optimizer(key, own.backend, seen.algorithm.optimizer.name, device))
 
 
 def check_replicas(
@@ -417,6 +418,30 @@ def _limits_of_computation(
         trainer.routing,
         trainer.routing == "natural" or load_model(model).experts is None,
         f"'natural' {of_backend}, whose router chooses",
+    )
+
+
+PAGED = ("adamw-paged", "adamw-8bit-paged")
+"""Optimizers whose pages move between a GPU and its host."""
+
+
+def _limits_of_optimizer(key: str, backend: str, optimizer: str, device: str) -> Iterator[Limit]:
+    """Yield the limits of back ends and devices on the optimizer."""
+    its = "algorithm" if key == trainer_key(LEADER) else f"{key}.algorithm"
+    able = training_backend_named(backend).optimizers
+    yield Limit(
+        f"{its}.optimizer.name",
+        optimizer,
+        optimizer in able,
+        f"{' or '.join(map(repr, able))} for backend {backend}, which splits flat parameters over ranks",
+        f"--set {key}.backend=torch can use it",
+    )
+    yield Limit(
+        f"{its}.optimizer.name",
+        optimizer,
+        device != "cpu" or optimizer not in PAGED,
+        "one without pages on a CPU, which has no other memory to move them to",
+        f"--set {its}.optimizer.name={optimizer.removesuffix('-paged')}",
     )
 
 
