@@ -144,7 +144,7 @@ def test_lengths_have_the_published_mean_whatever_their_shape(name: str) -> None
 def test_a_step_that_our_memory_model_refuses_is_predicted_with_recomputation_and_says_so() -> None:
     step = PUBLISHED["NeMo-RL 0.5: Qwen3-30B-A3B on 32 H100, on policy"]
     assert rl_steps.REFUSED not in _note(step)
-    assert rl_steps.REFUSED in _note(_with_passes(step, 30_000))
+    assert rl_steps.REFUSED in _note(_with_passes(step, 14_000))
     with pytest.raises(ValueError, match="our memory model refuses it"):
         _note(_with_passes(step, 200_000))
 

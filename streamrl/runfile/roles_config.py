@@ -389,10 +389,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     stage times that RLinf publishes for itself and verl).
     """
     logits: Logits | None = None
-    """The memory of logits. eager: all logits of a pass with float32 copies and gradients (16 bytes
-    each). fused: one kernel for the loss (4 bytes each: Megatron, flash-attn); executed as
-    chunked, which holds less. chunked: 1,024 tokens at a time (prime-rl's RL trainer, Liger).
-    Absent: fused if `kernels` is fused, else eager.
+    """How the loss uses logits. eager: all logits of a pass with float32 copies and gradients (16
+    bytes each), which move as often as with kernels that are not fused. fused: one kernel for the
+    loss (4 bytes each: Megatron, flash-attn); executed as chunked, which holds less. chunked: 1,024
+    tokens at a time (prime-rl's RL trainer, Liger). Absent: fused if `kernels` is fused, else eager.
     """
     packing: Packing = "packed"
     """packed: rollouts of a pass are concatenated; otherwise they are padded to the longest.

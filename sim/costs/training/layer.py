@@ -223,7 +223,7 @@ class Layer(Struct, frozen=True, kw_only=True):
 
     def head(self) -> Pass:
         """Return the forward pass of the output head and its softmax, for the last stage."""
-        moved = self._unfused() * self.constants.logit_traffic * self._logits
+        moved = self._unfused_logits() * self.constants.logit_traffic * self._logits
         return self._unembedded() + Pass(per_token=moved / self.ranks.gpu.memory_bandwidth)
 
     def head_backward(self) -> Pass:
@@ -363,6 +363,12 @@ class Layer(Struct, frozen=True, kw_only=True):
                 return self.constants.eager_traffic
             case _:
                 assert_never(self.ranks.trainer.kernels)
+
+    def _unfused_logits(self) -> float:
+        """Return the traffic of the softmax; a layer with fused kernels may still have an eager loss."""
+        if self.ranks.trainer.logits == "eager":
+            return max(self._unfused(), self.constants.eager_traffic)
+        return self._unfused()
 
     def attention(self) -> Pass:
         """Return the attention of a forward pass; context ranks may each have some heads for all tokens."""

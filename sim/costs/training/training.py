@@ -211,9 +211,7 @@ def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
 def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, Provenance]:
     """Return the ranks, their best known stages, the further seconds of a step, and the sources."""
     ranks = Ranks.of(trainer)
-    alike = replace(
-        trainer.config, data_parallel=1, zero=1, micro_batch=1, logits=None, offload=False
-    )
+    alike = replace(trainer.config, data_parallel=1, zero=1, micro_batch=1, offload=False)
     known = _known_stages(replace(trainer, config=alike))
     if known.constants is None:
         return ranks, known.stages, 0.0, known.provenance
