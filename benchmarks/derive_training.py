@@ -3,7 +3,7 @@
     python benchmarks/derive_training.py DATA
 
 DATA is the folder of published tables: `training/mpt_train_mfu.csv` and `parallel_training/*.csv`. The
-script keeps steps on A100, H100 and H200 with a published layout, of models that the simulator has
+script keeps steps on A100, H100, H200 and Blackwell with a published layout, of models that the simulator has
 costs for. It also keeps dense models in fp8, to which nothing is fitted:
 
 | kept                                           | left out, and why                                             |
@@ -62,6 +62,7 @@ def derived(data: Path) -> list[PublishedStep]:
         *bridge(data / "parallel_training" / "mbridge_cards_h100.csv"),
         *bridge_fp8(data / "parallel_training" / "megatron_bridge_h100.csv"),
         *pages(data / "parallel_training" / "megatron_bridge_h100.csv"),
+        *blackwell(data / "parallel_training" / "megatron_bridge_blackwell.csv"),
         *ablations(data / "parallel_training" / "training_ablations.csv"),
         *others(data / "parallel_training" / "training_other.csv"),
         *prime(data / "parallel_training" / "prime_rl_bench.csv"),
@@ -228,6 +229,53 @@ def pages(path: Path) -> Iterator[PublishedStep]:
             routing="balanced",
             seconds=tokens / gpus / float(line["tokens_per_s_per_gpu"]),
             source=f"{BRIDGE} docs/performance-summary-archive.md",
+        )
+
+
+BLACKWELL = {
+    "GPT OSS 120B": ("gpt-oss-120b", {"dispatch": "all-to-all", "recompute": "selective"}),
+    "DeepSeekV3": ("deepseek-v3", {"dispatch": "deduplicated", "recompute": "selective"}),
+    "Qwen3_235B_a22B": ("qwen3-235b-a22b", {"dispatch": "deduplicated", "recompute": "none"}),
+    "LLAMA3_8B": ("llama-3.1-8b", {}),
+}
+"""Models of the page's Blackwell tables, with facts of their configurations (scripts/performance/configs,
+0fa501a): DeepSeek-V3 recomputes `mla_up_proj`, or `mlp` and `moe_act`; GPT-OSS norms and `moe_act`.
+Llama 3 70B moves activations of 20 to 40 layers to the host, so it is left out.
+"""
+RACK = 72
+"""GPUs of an NVLink domain of GB200 and GB300."""
+
+
+def blackwell(path: Path) -> Iterator[PublishedStep]:
+    """Yield pretraining steps on Blackwell: mixtures in 16 bits, and dense models in fp8 with one scale a tensor."""
+    for line in _lines(path):
+        model, known = BLACKWELL.get(line["model"], ("", {}))
+        is_mixture = bool(known)
+        wanted = ("BF16",) if is_mixture else ("FP8", "FP8-CS")
+        if not model or line["phase"] != "pretrain" or line["precision"] not in wanted:
+            continue
+        gpu = line["system"].removeprefix("DGX-").lower()
+        gpus, tensor, pipeline = (int(line[key]) for key in ("num_gpus", "tp", "pp"))
+        tokens = int(line["gbs"]) * int(line["seq_len"])
+        yield PublishedStep(
+            framework="Megatron-Bridge",
+            release=line["release"],
+            gpu=gpu,
+            gpus_per_node=RACK if gpu.startswith("gb") else 8,
+            model=model,
+            sequences=int(line["gbs"]),
+            tokens=int(line["seq_len"]),
+            micro_batch=int(line["mbs"]),
+            data_parallel=gpus // tensor // pipeline,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            virtual_stages=int(line["vp"] or 1) if pipeline > 1 else 1,
+            expert_parallel=int(line["ep"] or 1),
+            routing="balanced" if is_mixture else "natural",
+            dtype="bfloat16" if is_mixture else "fp8",
+            seconds=tokens / gpus / float(line["tokens_per_s_per_gpu"]),
+            source=f"{BRIDGE} performance-summary",
+            **known,  # type: ignore[arg-type]  # keys are fields of PublishedStep
         )
 
 

@@ -4,8 +4,8 @@
 
 The rows are those of profiles/published/training.csv. `derive_training.py` lists the rows that are
 left out, with reasons. Rates of matrix products and of experts come from kernel tables, never from
-steps. The other constants are fitted to all shapes with plain attention, and every shape has the same
-weight. Then they are fitted again without each shape. The errors on the left-out shapes are the
+steps. The other constants are fitted to all shapes with plain attention on Ampere and Hopper, and every shape
+has the same weight. Steps on Blackwell are compared alone. Then they are fitted again without each shape. The errors on the left-out shapes are the
 profile's stated errors.
 """
 
@@ -27,7 +27,7 @@ from streamrl.sim.costs.training.training import Rates
 from streamrl.sim.fidelity.training_steps import (
     PublishedStep,
     even_step_time,
-    is_plain,
+    is_fitted,
     read_steps,
     shape_of,
 )
@@ -68,11 +68,14 @@ relative error.
 """
 STEPS, FOLD_STEPS = 12, 5
 
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
+"""GPUs with tables of their own whose training steps are compared, but never fitted."""
 GEMM = {
     "a100": ("a100", "gemm.vllm.bfloat16", "composed", "A100"),
     "h100": ("h100", "gemm.vllm.bfloat16", "composed", "H100"),
     "h800": ("h100", "gemm.vllm.bfloat16", "composed", "H100, whose compute units the H800 has"),
     "h200": ("h200", "gemm.vllm.bfloat16", "composed", "H200"),
+    **{gpu: (gpu, "gemm.vllm.bfloat16", "composed", gpu.upper()) for gpu in BLACKWELL},
     "h20": (
         "h20-3e",
         "gemm.sglang.float16",
@@ -96,17 +99,21 @@ EXPERTS = {
     "h100": ("h100", "composed", "H100"),
     "h800": ("h100", "composed", "H100, whose compute units the H800 has"),
     "h200": ("h200", "composed", "H200"),
+    **{gpu: (gpu, "composed", gpu.upper()) for gpu in BLACKWELL},
     "h20": (None, "roofline", "no table of grouped products in 16 bits on H20"),
     "h20-3e": (None, "roofline", "no table of grouped products in 16 bits on H20-3e"),
 }
 GEMM_FP8 = {
-    "h100": ("h100", "gemm.vllm.fp8", "composed", "H100"),
-    "h800": ("h100", "gemm.vllm.fp8", "composed", "H100, whose compute units the H800 has"),
-    "h200": ("h200", "gemm.vllm.fp8", "composed", "H200"),
+    "h100": ("h100", "gemm.trtllm.fp8", "composed", "H100"),
+    "h800": ("h100", "gemm.trtllm.fp8", "composed", "H100, whose compute units the H800 has"),
+    "h200": ("h200", "gemm.trtllm.fp8", "composed", "H200"),
+    **{gpu: (gpu, "gemm.trtllm.fp8", "composed", gpu.upper()) for gpu in BLACKWELL},
     "h20": ("h20", "gemm.deepgemm.fp8", "roofline", "H20; no training was measured on it"),
     "h20-3e": ("h20-3e", "gemm.sglang.fp8", "roofline", "H20-3e; no training was measured on it"),
 }
-"""The same as `GEMM`, for fp8."""
+"""The same as `GEMM`, for fp8. Transformer Engine multiplies with cuBLASLt and one scale a tensor, as
+TensorRT-LLM does; vLLM has a scale for each token.
+"""
 EXPERTS_FP8 = {
     "h100": ("h800", "H800, whose compute units the H100 has"),
     "h800": ("h800", "H800"),
@@ -121,7 +128,7 @@ EXPERT_TOKENS = 64
 
 def main() -> None:
     """Fit, and write training.toml."""
-    text = profile_text([step for step in read_steps() if is_plain(step)])
+    text = profile_text([step for step in read_steps() if is_fitted(step)])
     PATH.write_text(text)
     print(text)
 
@@ -188,7 +195,20 @@ def expert_rate(gpu: str) -> ExpertRate:
 
 
 def fp8_expert_rate(gpu: str) -> ExpertRate:
-    """Fit the same to grouped products of DeepGEMM's contiguous layout, which pads each expert's tokens to whole blocks."""
+    """Fit the same to grouped products of DeepGEMM's contiguous layout, which pads each expert's tokens to whole blocks.
+
+    On Blackwell, return the rate of 16 bits, faster by the ratio that Hopper has.
+    """
+    if gpu in BLACKWELL:
+        own, hopper = expert_rate(gpu), expert_rate("h100")
+        known = fp8_expert_rate("h100")
+        return ExpertRate(
+            flops=own.flops * known.flops / hopper.flops,
+            tokens=known.tokens,
+            width=known.width,
+            tier="roofline",
+            source=f"experts of {gpu.upper()} in 16 bits, as much faster in fp8 as on H800; not measured",
+        )
     place, device = EXPERTS_FP8[gpu]
     table = read_table(PROFILES / "measured" / place / "moe.deepgemm.fp8.csv")
     of = {key: table.rows[:, [i]] for i, key in enumerate(table.keys)}
@@ -361,7 +381,7 @@ def narrow_text(
         constants_of: returns the constants of the fit without a model.
     """
     gemm = {gpu: gemm_rate(gpu, GEMM_FP8) for gpu in GEMM_FP8}
-    experts = {gpu: fp8_expert_rate(gpu) for gpu in EXPERTS_FP8}
+    experts = {gpu: fp8_expert_rate(gpu) for gpu in (*EXPERTS_FP8, *BLACKWELL)}
     rates = Rates(gemm, experts, wide=wide)
     errors = [
         even_step_time(step, rates, *constants_of(step.model)) / step.seconds - 1

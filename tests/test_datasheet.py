@@ -60,7 +60,7 @@ def test_whole_steps_of_measured_gpus_are_predicted_from_other_gpus(steps: list[
         (("relative", "decode steps"), 0.03, 0.10),
         (("stranger", "decode steps"), 0.07, 0.32),
         (("relative", "training steps"), 0.07, 0.17),
-        (("stranger", "training steps"), 0.09, 0.22),
+        (("stranger", "training steps"), 0.09, 0.23),
     ):
         each = found[key]  # type: ignore[index]  # literals
         assert each.error(50) <= median and each.error(90) <= p90 and abs(each.bias) < 0.03

@@ -38,7 +38,7 @@ from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.training import donors_of, rates_from, rates_of
 from streamrl.sim.fidelity.training_steps import (
     PublishedStep,
-    is_plain,
+    is_fitted,
     read_steps,
     shape_of,
     step_time,
@@ -304,7 +304,7 @@ def training_left_out() -> Iterator[LeftOut]:
     """
     for kinship in KINSHIPS:
         found: dict[str, list[float]] = {}
-        for step in (step for step in read_steps() if is_plain(step)):
+        for step in (step for step in read_steps() if is_fitted(step)):
             gpu = step.gpu.removesuffix("-40")
             if (seconds := _step_from_others(step, gpu, kinship)) is not None:
                 found.setdefault(gpu, []).append(seconds / step.seconds)

@@ -97,10 +97,16 @@ def _typed(line: dict[str, str]) -> dict[str, object]:
     }
 
 
-def is_plain(step: PublishedStep) -> bool:
-    """Return whether a step has full attention, 16 bits and no context ranks. Other groups were never fitted."""
+def is_fitted(step: PublishedStep) -> bool:
+    """Return whether constants are fitted to a step: full attention, 16 bits, no context ranks, not on Blackwell."""
     is_wide = step.dtype == "bfloat16"
-    return kind_of_attention(step.model) == "plain" and is_wide and step.context_parallel == 1
+    is_plain = kind_of_attention(step.model) == "plain" and step.context_parallel == 1
+    return is_plain and is_wide and not is_blackwell(step)
+
+
+def is_blackwell(step: PublishedStep) -> bool:
+    """Return whether a step ran on Blackwell, to whose steps nothing is fitted."""
+    return load_gpu(step.gpu.removesuffix("-40")).generation == "blackwell"
 
 
 def kind_of_attention(model: str) -> Literal["plain", "latent", "windows", "linear"]:
@@ -165,7 +171,7 @@ def training_rows() -> list[Row]:
         without, left_out = profile.without.get(step.model), None
         if without is not None:
             left_out = step_time(step, rates, without, profile.triton_without[step.model])
-        if not is_plain(step):  # the step is not fitted, but 16-bit steps of its model may be
+        if not is_fitted(step):  # but other steps of its model may be
             seconds, left_out = left_out or seconds, None
         rows.append(
             Row(
@@ -175,7 +181,7 @@ def training_rows() -> list[Row]:
                 unit="s a step",
                 published=(step.seconds, step.seconds),
                 predicted=(seconds, seconds),
-                is_fitted=is_plain(step),
+                is_fitted=is_fitted(step),
                 left_out=left_out,
                 source=step.source,
             )
@@ -302,4 +308,5 @@ def _group(step: PublishedStep) -> str:
     latent = "" if attention == "plain" else f", {ATTENTION[attention]}"
     context = ", context ranks" if step.context_parallel > 1 else ""
     dtype = "" if step.dtype == "bfloat16" else f", {step.dtype}"
-    return f"{step.framework}{kind}{latent}{context}{dtype}"
+    generation = ", Blackwell" if is_blackwell(step) else ""
+    return f"{step.framework}{kind}{latent}{context}{dtype}{generation}"
