@@ -15,11 +15,9 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -27,6 +25,7 @@ from benchmarks.gpu_models import DEVICE, ON_GPU, SIZES, gpu_name
 from benchmarks.gpu_record import Recorder
 from streamrl.executor.attention import attend
 from streamrl.executor.checksums import file_checksum
+from streamrl.executor.profiling.node_benchmarks import median_seconds, seconds_of
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 from streamrl.hardware.operator_tables import HEAD_DIM, check_table, read_table
 from streamrl.hardware.profiles import load_gpu
@@ -39,10 +38,6 @@ PACKAGES = (
 )
 LEAST_SHARE = 0.6
 """Least share of the datasheet's bandwidth and matrix rate that a healthy card reaches."""
-REPEATS, LAUNCHES = 5, 10
-"""Timed replays of a CUDA graph, and least number of calls in the graph."""
-WARM_UP = 5
-"""Uncounted long calls before a measurement. Memory clocks rise during the first ones."""
 SHAPES = (
     *((1024, 1024), (2048, 1024), (1024, 2048), (3072, 1024), (6144, 1024), (1024, 3072)),
     *((4096, 4096), (12288, 4096)),
@@ -121,63 +116,6 @@ def check_ceilings(recorder: Recorder, scratch: Path) -> None:
     recorder.check("ceiling: checksum", 20, _checksum)
 
 
-def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the median seconds of one call. Calls take turns, so that no input stays in the cache.
-
-    On a GPU, a CUDA graph captures the calls, so launches take no time. Calls that cannot be captured
-    are launched one by one.
-    """
-    in_turn = [*calls] * math.ceil(LAUNCHES / len(calls))
-    for call in in_turn:
-        call()
-    if not ON_GPU:
-        began_at = time.perf_counter()
-        for call in in_turn:
-            call()
-        return (time.perf_counter() - began_at) / len(in_turn)
-    torch.cuda.synchronize()
-    replay = _captured(in_turn)
-    found = []
-    for _ in range(REPEATS + 1):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        replay()
-        ended.record()
-        torch.cuda.synchronize()
-        found.append(began.elapsed_time(ended) / 1e3 / len(in_turn))
-    return median(found[1:])
-
-
-def median_seconds(call: Callable[[], object]) -> float:
-    """Return the median seconds of a long call, launched one by one: a graph may use another copy engine."""
-    if not ON_GPU:
-        return seconds_of([call])
-    found = []
-    for _ in range(WARM_UP + LAUNCHES):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        call()
-        ended.record()
-        torch.cuda.synchronize()
-        found.append(began.elapsed_time(ended) / 1e3)
-    return median(found[WARM_UP:])
-
-
-def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    def launch() -> None:
-        for call in calls:
-            call()
-
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            launch()
-    except RuntimeError as error:
-        print(f"no CUDA graph: {error}", file=sys.stderr)
-        return launch
-    return graph.replay
-
-
 def _copy(recorder: Recorder, name: str) -> None:
     source = torch.randn(SIZES.copied // 4, device=DEVICE)
     target = torch.empty_like(source)
@@ -185,7 +123,7 @@ def _copy(recorder: Recorder, name: str) -> None:
         "kernel": lambda: torch.neg(source, out=target),
         "memcpy": lambda: target.copy_(source),
     }
-    rates = {way: 2 * source.nbytes / median_seconds(call) for way, call in ways.items()}
+    rates = {way: 2 * source.nbytes / median_seconds(call, DEVICE) for way, call in ways.items()}
     listed = ", ".join(f"{way} {rate / 1e12:.2f} TB/s" for way, rate in rates.items())
     detail = f"{source.nbytes / 1e9:.2f} GB, bytes read and written; {listed}"
     rate, peak = max(rates.values()), load_gpu(gpu_name()).memory_bandwidth
@@ -196,7 +134,7 @@ def _product(recorder: Recorder, name: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         size = SIZES.matrix
         one, other = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
-        rate = 2 * size**3 / seconds_of([lambda one=one, other=other: one @ other])
+        rate = 2 * size**3 / seconds_of([lambda one=one, other=other: one @ other], DEVICE)
         short = str(dtype).removeprefix("torch.")
         peak = load_gpu(gpu_name()).flops[short]
         detail = f"{size} x {size} x {size}, random data"
@@ -267,7 +205,8 @@ def _gemm(m: int, n: int, k: int) -> float:
     inputs = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
     weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(num_weights)]
     return seconds_of(
-        [lambda weight=weight: torch.nn.functional.linear(inputs, weight) for weight in weights]
+        [lambda weight=weight: torch.nn.functional.linear(inputs, weight) for weight in weights],
+        DEVICE,
     )
 
 
@@ -288,7 +227,7 @@ def _attention(heads: int, kv_heads: int, batch: int, context: int) -> float:
     )
     torch.backends.cuda.enable_cudnn_sdp(False)  # the executor disables it too
     how = {"mask": None, "is_causal": True, "scaling": None}
-    return seconds_of([lambda: attend(query, key, value, **how)])
+    return seconds_of([lambda: attend(query, key, value, **how)], DEVICE)
 
 
 def _write_table(

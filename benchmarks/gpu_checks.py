@@ -13,6 +13,7 @@
 | profile     | `streamrl profile` of a small model                                                     |
 | run         | executed steps beside their simulation from that profile                                |
 | tables      | operator tables in the format of profiles/measured                                      |
+| accept      | the acceptance test of a rented node, for a small plan on this card                     |
 | profile-medium, run-medium | the same with 222 million parameters                                     |
 
 Each part is a separate process with a time limit, so a crash or a hang ends only that part. Each
@@ -112,6 +113,12 @@ def _tables(recorder: Recorder, place: Place) -> None:
     check_tables(recorder, place.out)
 
 
+def _accept(recorder: Recorder, place: Place) -> None:
+    from benchmarks.gpu_accept import check_acceptance
+
+    check_acceptance(recorder, place.scratch, place.out, place.seconds - 5)
+
+
 def _profile(recorder: Recorder, place: Place, model: str = "small") -> None:
     from benchmarks.gpu_run import check_profile
 
@@ -134,6 +141,7 @@ PARTS = {
     "profile": Part(170, 45, _profile),
     "run": Part(120, 40, _run),
     "tables": Part(45, 15, _tables),
+    "accept": Part(120, 45, _accept),
     "profile-medium": Part(170, 100, lambda recorder, place: _profile(recorder, place, "medium")),
     "run-medium": Part(90, 40, lambda recorder, place: _run(recorder, place, "medium")),
 }

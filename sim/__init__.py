@@ -12,7 +12,8 @@ Files to read first:
   `idle_replica.py` and `lone_batch.py` compute the ends of the rollouts of each replica.
 
 The folders are `costs` (seconds and bytes of every operation), `planner`, `studies` (sweeps and
-comparisons), `calibration`, `checkup` and `fidelity` (predictions against published measurements).
+comparisons), `calibration`, `acceptance` (a plan with the measured figures of a node), `checkup` and
+`fidelity` (predictions against published measurements).
 
 Rules:
 

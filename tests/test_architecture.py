@@ -80,6 +80,7 @@ def is_front(path: Path) -> bool:
 
 WORLDS = {"streamrl.sim", "streamrl.executor"}
 RESULTS = {
+    "streamrl.sim.acceptance.result",
     "streamrl.sim.diagnosis.result",
     "streamrl.sim.planner.plan",
     "streamrl.sim.studies.results",
@@ -188,7 +189,8 @@ ROOMS = (
     *("executor.trainer", "executor.verifier", "executor.watchdog", "executor.faults"),
     "executor.run_log",
     *("executor.colocation", "executor.subscribers", "executor.world", "executor.execute"),
-    *("sim.calibration", "sim.diagnosis", "sim.planner", "sim.studies", "sim.fidelity", "doctor"),
+    *("sim.acceptance", "sim.calibration", "sim.diagnosis", "sim.planner", "sim.studies"),
+    *("sim.fidelity", "doctor"),
     *("sim.checkup", "executor.checkup", "executor.profiling", "report", "cli", "api"),
 )
 """All rooms, and files beside them, from low to high: each imports only what stands before it.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_accept import check_acceptance
 from benchmarks.gpu_card import check_tables
 from benchmarks.gpu_checks import PARTS, Place, run_part, run_parts
 from benchmarks.gpu_models import ON_GPU, make_samples, model_directory, vocabulary_of
@@ -102,3 +103,12 @@ def test_replica_switch_memory_and_tables_run_without_a_gpu(scratch: Path, tmp_p
     assert not [one for one in results if one.ok is False]
     assert {"gap: logprob_gap after a load", "weight sync: load"} <= {one.name for one in results}
     assert (tmp_path / "gemm.torch.bfloat16.csv").is_file()
+
+
+def test_the_acceptance_test_of_a_node_runs_without_a_gpu(scratch: Path, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    check_acceptance(recorder, scratch, tmp_path, 120)
+    results = read_results(tmp_path)
+    assert not [one for one in results if one.ok is False]
+    assert any(one.name.startswith("accept: matrix product in float32") for one in results)
+    assert results[-1].name == "accept: step, predicted again"

@@ -11,7 +11,10 @@ Read these files first:
 - `rollout_overhead.py`: CPU time per rollout in processes that do not run the model.
 - `synthetic.py`: random tokens, and a model that never ends a sequence early.
 
-Rules:
+An acceptance test of a rented node measures operations instead: `node_benchmarks.py` (one GPU), `collectives.py` (all
+GPUs of the node) and `peer_link.py` (another machine).
+
+Rules of profiles:
 
 - Measure through the roles of a run, never through a separate benchmark of a kernel.
 - Measure each point once per round. Then a drift of the machine's speed affects all points equally.

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 
 from streamrl.executor.launchers.handles import Handle, LocalProcess, remote
 from streamrl.executor.launchers.launcher import worker_environment
@@ -35,6 +36,7 @@ from streamrl.executor.profiling.timed_roles import TimedReplicaRole, TimedTrain
 from streamrl.executor.roles import Request, Sample
 from streamrl.executor.tokens import encode_ids
 from streamrl.executor.transfer.shared_directory import SharedDirectory
+from streamrl.hardware.node_readings import DecodeReading
 
 REPLICA = "streamrl.executor.profiling.timed_workers:TimedReplica"
 TRAINER = "streamrl.executor.profiling.timed_workers:TimedTrainer"
@@ -60,25 +62,50 @@ def measure(setup: Setup, watch: Watch) -> Readings:
     return readings
 
 
+def measure_decode(setup: Setup, running: int, context: int) -> DecodeReading:
+    """Measure one decode step of `running` rollouts of about `context` tokens each; no trainer is started.
+
+    Raises:
+        RuntimeError: the replica failed. The message has the reason; its log is deleted.
+    """
+    return asyncio.run(_measure_decode(setup, running, context))
+
+
+async def _measure_decode(setup: Setup, running: int, context: int) -> DecodeReading:
+    readings = Readings()
+    begin_imports(worker_environment(setup.threads), setup.device, setup.backend)
+    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+        bench = _bench(setup, readings, lambda what: None, Path(scratch))
+        async with bench.replica() as replica:
+            for _ in range(1 + setup.plan.repeats):
+                await bench.time_decode(replica, running, context)
+    seconds, contexts = readings.decode[running, context], readings.decode_context[running, context]
+    return DecodeReading(running=running, context=fmean(contexts), seconds=median(seconds))
+
+
+def _bench(setup: Setup, readings: Readings, watch: Watch, scratch: Path) -> _Bench:
+    endless = without_end(Path(setup.model), scratch / "model")
+    common: dict[str, object] = {
+        "model": str(endless),
+        "device": setup.device,
+        "dtype": setup.dtype,
+        "num_threads": setup.threads,
+    }
+    synthetic = SyntheticTokens(vocabulary_of(endless))
+    return _Bench(setup, readings, watch, synthetic, scratch, common)
+
+
 async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     begin_imports(worker_environment(setup.threads), setup.device, setup.backend)
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        endless = without_end(Path(setup.model), Path(scratch, "model"))
-        synthetic = SyntheticTokens(vocabulary_of(endless))
-        common = {
-            "model": str(endless),
-            "device": setup.device,
-            "dtype": setup.dtype,
-            "num_threads": setup.threads,
-        }
-        bench = _Bench(setup, readings, watch, synthetic, Path(scratch), common)
+        bench = _bench(setup, readings, watch, Path(scratch))
         async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.pads_context()
             readings.prefill_tokens = await replica.prefill_tokens()
             await bench.warm_up(replica, trainer)
             merges = not setup.serves_adapters
-            async with RelayBench.open(bench.role, str(endless), setup.dtype, merges) as relays:
+            async with RelayBench.open(bench.role, bench.model, setup.dtype, merges) as relays:
                 for _ in range(setup.plan.repeats):
                     await bench.time_replica(replica)
                     await bench.time_sync(replica, trainer, relays)
@@ -89,7 +116,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
         if setup.reward_model is not None:
-            await time_rewards(setup, common, Path(scratch), readings, watch)
+            await time_rewards(setup, bench.common, Path(scratch), readings, watch)
     return readings
 
 
@@ -115,11 +142,16 @@ class _Bench:
         self._random = random.Random(0)
         self._synthetic = synthetic
         self._scratch = scratch
-        self._common = common
+        self.common = common
         self._has_tokenizer = has_tokenizer(Path(str(common["model"])))
         self._environment = worker_environment(setup.threads)
         self._num_rollouts = 0
         self._version = 0
+
+    @property
+    def model(self) -> str:
+        """Directory of the model, without end-of-sequence tokens."""
+        return str(self.common["model"])
 
     # Roles ----------------------------------------------------------------------------------------
 
@@ -137,8 +169,8 @@ class _Bench:
             "adapter_rank": self._served_rank,
             "shares_prefixes": False,
             "memory_utilization": HALF,
-            "tokenizer": self._common["model"] if self._has_tokenizer else None,
-            **self._common,
+            "tokenizer": self.common["model"] if self._has_tokenizer else None,
+            **self.common,
         }
         async with self.role(REPLICA, config) as handle:
             replica = remote(TimedReplicaRole, handle)
@@ -154,7 +186,7 @@ class _Bench:
             "correction": correction,
             "max_tokens_per_pass": self._limits.max_tokens_per_pass,
             **self._training,
-            **self._common,
+            **self.common,
         }
         async with self.role(TRAINER, config) as handle:
             trainer = remote(TimedTrainerRole, handle)
@@ -164,7 +196,7 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def role(self, path: str, config: dict[str, object]) -> AsyncIterator[Handle]:
         log = self._scratch / "worker.log"
-        begin = begin_for(str(self._common["device"]), config.get("backend"))
+        begin = begin_for(str(self.common["device"]), config.get("backend"))
         handle = await LocalProcess.start(path, config, log, self._environment, begin=begin)
         try:
             yield handle
@@ -184,7 +216,7 @@ class _Bench:
     async def time_replica(self, replica: TimedReplicaRole) -> None:
         """Measure decode steps, prefills, joins, and how many passes a free slot stays empty."""
         for point in self._plan.decode:
-            await self._time_decode(replica, *point)
+            await self.time_decode(replica, *point)
             self._watch("decode")
         for point in self._plan.mixed:
             await self._time_mixed(replica, *point)
@@ -198,7 +230,7 @@ class _Bench:
         await self._time_refill(replica)
         self._watch("refill")
 
-    async def _time_decode(self, replica: TimedReplicaRole, running: int, context: int) -> None:
+    async def time_decode(self, replica: TimedReplicaRole, running: int, context: int) -> None:
         """Decode `running` rollouts with about `context` tokens each.
 
         The first rollout decodes during the prefill of the others. `lead` adds tokens so that it does not end before.

@@ -1,4 +1,4 @@
-"""`streamrl profile`: the group of profile commands; `streamrl profile MODELDIR` measures a model."""
+"""`streamrl profile`: the group of profile commands; `streamrl profile MODELDIR` measures a model, and `--accept PLAN` tests a node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from streamrl.cli.lazy_commands import CommandTable, LazyGroup
 
-MEASURE = "measure"
+MEASURE, ACCEPT = "measure", "accept"
 
 
 class ProfileCommands(LazyGroup):
@@ -28,11 +28,21 @@ class ProfileCommands(LazyGroup):
                 "streamrl.cli.profile_measure:measure",
                 "Measure a model on this machine, for use in simulations.",
             ),
+            ACCEPT: (
+                "streamrl.cli.profile_accept:accept",
+                "Test a rented node: keep it, or return it?",
+            ),
+            "listen": (
+                "streamrl.cli.profile_accept:listen",
+                "Be the other end of the link that `profile accept --peer` measures.",
+            ),
         }
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or typer's copy of it
-        """Insert `measure` before an argument that is not a command of this group."""
+        """Insert `measure` before an argument that is not a command of this group; `--accept` is a command too."""
+        if f"--{ACCEPT}" in args:
+            args = [ACCEPT, *(each for each in args if each != f"--{ACCEPT}")]
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = [MEASURE, *args]
         return super().parse_args(ctx, args)

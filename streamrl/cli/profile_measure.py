@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from signal import Signals
 from typing import Annotated, Any
@@ -121,7 +122,7 @@ def measure(
     """
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
-    _need_executor(backend, has_adapters=lora_rank is not None)
+    need_executor(backend, has_adapters=lora_rank is not None)
     from streamrl.executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from streamrl.executor.profiling.profile_file import make_setup, profile_model
 
@@ -165,7 +166,14 @@ def measure(
         stdout_console().print(f"profile: {path}", soft_wrap=True)
 
 
-def _need_executor(backend: str, *, has_adapters: bool) -> None:
+def need_executor(backend: str, *, has_adapters: bool = False) -> None:
+    """Raise `ValueError`, with the command that installs them, if packages are missing."""
+    for text in missing_packages(backend, has_adapters=has_adapters):
+        raise ValueError(text)
+
+
+def missing_packages(backend: str, *, has_adapters: bool = False) -> Iterator[str]:
+    """Yield what is not installed for an inference engine and a trainer, with the command that installs it."""
     engine = engine_named(backend)
     needed = (
         ("executor", ("torch", "transformers")),
@@ -175,7 +183,7 @@ def _need_executor(backend: str, *, has_adapters: bool) -> None:
     for extra, names in needed:
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         if missing:
-            raise ValueError(f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'")
+            yield f"{', '.join(missing)} not installed: pip install 'streamrl[{extra}]'"
 
 
 def _summary(found: MeasuredProfile) -> Table:

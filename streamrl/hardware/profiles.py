@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from streamrl.hardware.hugging_face import read_config_json
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profile_table import ProfileTable, check_positive
+from streamrl.runfile import profile_folder
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
@@ -25,7 +26,7 @@ from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
 FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
 """Formats in which products may be computed. `streamrl.hardware.precision` has the bytes of the narrow ones."""
-PROFILES = Path(__file__).parents[1] / "profiles"
+PROFILES = profile_folder.PROFILES
 
 _Profile = TypeVar("_Profile")
 

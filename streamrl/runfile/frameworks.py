@@ -29,11 +29,12 @@ from streamrl.runfile.policies_config import (
     SyncMode,
     SystemName,
 )
+from streamrl.runfile.profile_folder import PROFILES
 from streamrl.runfile.roles_config import Sharding, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Bandwidth, Duration, read_quantity
 
-FRAMEWORKS = Path(__file__).parents[1] / "profiles" / "frameworks"
+FRAMEWORKS = PROFILES / "frameworks"
 USUAL = "usual"
 """The file with seconds for frameworks that have no published ones of their own."""
 SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"

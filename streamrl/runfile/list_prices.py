@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from streamrl.runfile.gpu_names import gpu_name
+from streamrl.runfile.profile_folder import PROFILES
 
-PRICES = Path(__file__).parents[1] / "profiles" / "prices.toml"
+PRICES = PROFILES / "prices.toml"
 KINDS = ("on-demand", "reserved", "spot")
 OLD_DAYS = 183
 """Days after which a list price is called old: half a year."""

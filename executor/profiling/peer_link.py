@@ -1,0 +1,116 @@
+"""Measure the connection between two machines: both call `measure_link`, one of them as the listener.
+
+The side that connects chooses the backend: nccl between GPUs over RDMA, gloo over TCP. gloo opens one connection for each
+of several groups, because the window of a single connection limits a long path.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+
+from streamrl.executor.transfer.broadcast import INTERFACE
+from streamrl.hardware.node_readings import LinkReading
+
+STREAMS = 8
+PINGS, WARM_UP = 20, 3
+PROBE_BYTES, MOST_BYTES = 2**23, 2**30
+SECONDS = 2.0
+"""Seconds that one direction is measured for."""
+LOOPBACK = ("127.", "localhost")
+
+
+def measure_link(
+    host: str, port: int, *, listens: bool, backend: str | None, patience: float
+) -> LinkReading:
+    """Measure bandwidth and latency between this machine and a peer.
+
+    Args:
+        host: name or address of the listener, as the other side reaches it.
+        port: the listener's port.
+        listens: whether this side is the listener.
+        backend: gloo or nccl; None for the listener, which takes that of its peer.
+        patience: seconds to wait for the peer.
+
+    Raises:
+        RuntimeError: the peer did not come, or a transfer failed.
+    """
+    if host.startswith(LOOPBACK):
+        os.environ.setdefault(INTERFACE, "lo")
+    dist: Any = torch.distributed  # its functions have no types
+    limit, rank = timedelta(seconds=patience), 0 if listens else 1
+    try:
+        store = dist.TCPStore(host, port, 2, listens, limit, wait_for_workers=False)
+        if backend is not None:
+            store.set("backend", backend)
+        chosen = store.get("backend").decode()
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=2, timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        first, *_ = str(error).splitlines()
+        raise RuntimeError(f"{host}:{port}: the peer did not answer: {first}") from None
+    try:
+        return _measure(dist, chosen, rank)
+    except RuntimeError as error:
+        first, *_ = str(error).splitlines()
+        raise RuntimeError(f"{host}:{port}: the connection failed: {first}") from None
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(dist: Any, backend: str, rank: int) -> LinkReading:
+    device = "cuda" if backend == "nccl" else "cpu"
+    groups = [dist.new_group([0, 1]) for _ in range(1 if backend == "nccl" else STREAMS)]
+    small = torch.zeros(1, device=device)
+
+    def ping() -> None:
+        for sender in (0, 1):
+            (dist.send if rank == sender else dist.recv)(small, 1 - rank)
+
+    times = [_seconds(ping, device) for _ in range(WARM_UP + PINGS)][WARM_UP:]
+    rates = []
+    for sender in (0, 1):
+        probe = _sent(dist, groups, device, rank, sender, PROBE_BYTES)
+        size = torch.tensor([min(MOST_BYTES, max(PROBE_BYTES, int(probe * SECONDS)))])
+        size = size.to(device)
+        dist.broadcast(size, sender)
+        rates.append(_sent(dist, groups, device, rank, sender, int(size.item())))
+    slower = torch.tensor([min(rates), median(times) / 2], dtype=torch.float64, device=device)
+    dist.broadcast(slower, 0)  # both sides report the same
+    bandwidth, latency = slower.tolist()
+    return LinkReading(bandwidth=bandwidth, latency=latency, backend=backend)
+
+
+def _sent(
+    dist: Any, groups: list[Any], device: str, rank: int, sender: int, num_bytes: int
+) -> float:
+    """Return the bytes per second of a transfer over all streams, until the receiver's answer is back."""
+    parts = [
+        torch.zeros(num_bytes // len(groups), dtype=torch.uint8, device=device) for _ in groups
+    ]
+    answer = torch.zeros(1, device=device)
+
+    def transfer() -> None:
+        begin = dist.isend if rank == sender else dist.irecv
+        pending = [
+            begin(part, 1 - rank, group=group) for part, group in zip(parts, groups, strict=True)
+        ]
+        for each in pending:
+            each.wait()
+        (dist.recv if rank == sender else dist.send)(answer, 1 - rank)
+
+    dist.barrier()
+    return num_bytes / _seconds(transfer, device)
+
+
+def _seconds(call: Callable[[], None], device: str) -> float:
+    began_at = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_at
