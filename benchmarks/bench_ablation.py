@@ -27,8 +27,10 @@ from streamrl.sim.fidelity.rl_steps import Published, load_published, stage_rows
 from streamrl.sim.fidelity.scorecard import stamp
 from streamrl.sim.parallel import worker_pool
 
-SECONDS = ("framework.step_time", "framework.switch_time")
-"""Times of a framework that a run file can set to nothing."""
+SECONDS = {f"framework.{name}": "0 s" for name in ("step_time", "switch_time", "transfer_time")}
+"""Times that a framework adds to a step, and the value that takes them away."""
+LEAST = 1e-6
+"""Seconds of a stage that is gone without a correction; its error is -100 %."""
 HEAD = """# Each correction alone
 
 `python -m benchmarks.bench_ablation --output docs/ablation.md` writes this page ({stamp}). Frameworks fill in keys of a
@@ -82,18 +84,14 @@ def corrections_of(published: Sequence[Published]) -> list[str]:
 
 
 def without(step: Published, correction: str) -> Published | None:
-    """Return a step with the default of a key instead of what its framework fills in; None if it changes nothing."""
+    """Return a step whose only value of a key is its default; None if that changes nothing, or the source states it."""
     run = make_run(step.table)
     if run.framework.name is None:
         return None
-    if correction in SECONDS:
-        return _with(step, correction, "0 s")
-    table = deepcopy(step.table)
-    del table["framework"]["name"]
-    default = value_of(make_run(table), correction)
-    if default is None or default == value_of(run, correction) or _states(step, correction):
+    value = SECONDS.get(correction) or _default(step, correction)
+    if value is None or make_run(_applied(step, correction, value)) == run:
         return None
-    return _with(step, correction, default)
+    return replace(step, opens={**step.opens, correction: [value]})
 
 
 def page_of(lines: Sequence[Line]) -> str:
@@ -107,24 +105,31 @@ def page_of(lines: Sequence[Line]) -> str:
 
 
 def _compared(correction: str, before: Sequence[Row], after: Sequence[Row]) -> Iterator[Line]:
-    later = grouped(after)
+    later = grouped([_at_least(row) for row in after])
     for group, some in grouped(before).items():
         one, other = summarise(some), summarise(later[group])
         medians, biases = (one.median, other.median), (one.bias, other.bias)
         yield Line(correction, group, one.rows, *medians, *biases)
 
 
-def _states(step: Published, key: str) -> bool:
-    """Return whether the published step itself states a key."""
-    place, last = place_of(deepcopy(step.table), key)
-    return last in place
+def _at_least(row: Row) -> Row:
+    low, high = row.predicted
+    return replace(row, predicted=(max(low, LEAST), max(high, LEAST)))
 
 
-def _with(step: Published, key: str, value: Any) -> Published:
+def _default(step: Published, key: str) -> Any:
+    """Return the value of a key without the framework; None if the source states the key."""
+    table = deepcopy(step.table)
+    del table["framework"]["name"]
+    place, last = place_of(table, key)
+    return None if last in place else value_of(make_run(table), key)
+
+
+def _applied(step: Published, key: str, value: Any) -> dict[str, Any]:
     table = deepcopy(step.table)
     place, last = place_of(table, key)
     place[last] = value
-    return replace(step, table=table)
+    return table
 
 
 if __name__ == "__main__":

@@ -80,9 +80,9 @@ def test_an_ablation_takes_away_what_the_framework_fills_in_and_nothing_that_the
     table = step.table
     eager, slow = without(step, "trainer.kernels"), without(step, "framework.step_time")
     assert eager is not None and slow is not None
-    assert eager.table["trainer"] == {**table["trainer"], "kernels": "eager"}
-    assert eager.table["framework"] == table["framework"]
-    assert slow.table["framework"] == {**table["framework"], "step_time": "0 s"}
+    assert eager.table == slow.table == table
+    assert eager.opens == {**step.opens, "trainer.kernels": ["eager"]}
+    assert slow.opens == {**step.opens, "framework.step_time": ["0 s"]}
     assert without(step, "rollout.memory_utilization") is None  # its recipe states it
     assert without(PUBLISHED[SMALL[0]], "trainer.kernels") is None  # it names no framework
 
