@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,34 @@ def test_the_quick_commands_of_the_first_page_work_in_an_empty_folder(
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/first/trace.jsonl").exists()
     assert (tmp_path / "examples/make_quickstart.py").exists()
+
+
+ALONE = re.compile(
+    r"--version|explain .+|examples (list|copy [a-z].*)|model show [a-z][^/]*|profile show .+|lengths .+|"
+    r"doctor examples/.+|init run.toml .+|simulate examples/[\w-]+\.toml.*"
+)
+"""Commands that need no run, no measurement and no search before them."""
+OTHERS = re.compile(r"…|\b[A-Z]{3,}\b|--against")
+"""Placeholders, and what takes longer; `test_against_command` runs it."""
+
+
+REFUSED = {"profile show qwen2.5-7b --gpu a100 --dtype fp8": "does not compute in fp8"}
+"""Commands that a page shows with their error."""
+
+
+def runnable() -> list[str]:
+    """Return the commands of all pages that run by themselves in seconds."""
+    found = {shlex.join(words) for page in ALL for words in commands(page)}
+    return sorted(line for line in found if ALONE.fullmatch(line) and not OTHERS.search(line))
+
+
+@pytest.mark.parametrize("line", runnable())
+def test_a_command_of_a_page_that_needs_nothing_before_it_works(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not line.startswith("examples"):
+        (tmp_path / "examples").symlink_to(ROOT / "examples")
+    done = streamrl(*shlex.split(line), *(SMALL if line.startswith("simulate") else []))
+    assert done.returncode == (2 if line in REFUSED else 0), done.stderr
+    assert REFUSED.get(line, "") in done.stderr
