@@ -41,6 +41,7 @@ from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.targets.execute_limits import check_back_ends, uses_relays
 
@@ -137,6 +138,11 @@ Take = Callable[[Mapping[str, object]], None]
 
 def check_executable(run: Run) -> None:
     """Raise `ValueError` if this machine cannot execute the run file."""
+    if run.environment is not None:
+        text = (
+            "[environment] can be simulated, not executed yet; remove it, or use streamrl simulate"
+        )
+        raise RunError("environment", None, text=text)
     roles = PlacedRoles.of(run)
     build_dispatch(run.policies, run.rollout, run.seed)
     check_installed(BACKENDS, "executor")

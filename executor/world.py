@@ -17,6 +17,8 @@ from streamrl.engine.engine import Engine
 from streamrl.engine.fault_plan import FaultPlan
 from streamrl.engine.messages import (
     Abort,
+    Act,
+    Close,
     Command,
     DrawPrompts,
     Drop,
@@ -45,6 +47,7 @@ from streamrl.engine.messages import (
     Train,
     TrainerLost,
     TrainerStopped,
+    Truncate,
     Verified,
     Verify,
     WakeAt,
@@ -281,6 +284,8 @@ class RealWorld(World[Trace]):
                 return await self._replica(command.replica).generate(command)
             case Verify():
                 return await self._verify(command)
+            case Act() | Close() | Truncate():
+                raise NotImplementedError(f"{command} needs an environment")
             case Take() | Postpone() | Resize():
                 return None
             case Skip():

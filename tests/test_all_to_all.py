@@ -144,7 +144,10 @@ def test_attention_ranks_hold_a_latent_cache_each_and_tensor_ranks_the_same_one(
 
 def test_a_step_of_attention_ranks_costs_what_each_does_for_its_share() -> None:
     run = plan(**WIDE)
-    wide, longest = Costs.load(run).decode, longest_sequence(run.rollout, run.workload)
+    wide, longest = (
+        Costs.load(run).decode,
+        longest_sequence(run.rollout, run.workload, run.environment),
+    )
     alone = Shard(DEEPSEEK, Kernels("h200", "bfloat16"))
     rank = compose_decode(alone, 4096 // 128, longest, kv_capacity(resolve(run).replica) / 128)
     for running in (256, 1024, 4096):

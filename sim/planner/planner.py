@@ -19,6 +19,7 @@ from streamrl.hardware.resolved import resolve
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
@@ -132,6 +133,7 @@ def make_plan(
         RunError: the run file has several trainers, or a pool has no price.
     """
     _check_trainers(run.num_trainers)
+    _check_turns(run.environment)
     _check_prices(run.cluster.pools, run.plan.objective)
     started_at = time.perf_counter()
     scope = keep_to_framework(replace(run, faults=()))
@@ -148,6 +150,12 @@ def _check_trainers(num_trainers: int) -> None:
     if num_trainers > 1:
         text = f"plan chooses for one trainer, the run file has {num_trainers}"
         raise RunError(TRAINER, num_trainers, text=text)
+
+
+def _check_turns(environment: EnvironmentConfig | None) -> None:
+    if environment is not None:
+        text = "plan chooses for episodes of one turn; compare layouts of [environment] with simulate --sweep"
+        raise RunError("environment", None, text=text)
 
 
 def _check_prices(pools: Mapping[str, PoolConfig], objective: ObjectiveName) -> None:

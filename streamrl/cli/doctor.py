@@ -110,7 +110,10 @@ def _checks_of_this_machine() -> tuple[Examine, ...]:
         readiness.find,
         where_run.find,
         lambda run: files.find(
-            run.model, run.workload, run.costs, longest_sequence(run.rollout, run.workload)
+            run.model,
+            run.workload,
+            run.costs,
+            longest_sequence(run.rollout, run.workload, run.environment),
         ),
         run_paths.find,
     )

@@ -44,7 +44,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
             run.algorithm.rollouts_per_step,
             run.trainer,
             mean_lengths(run),
-            longest_sequence(run.rollout, run.workload),
+            longest_sequence(run.rollout, run.workload, run.environment),
         ),
     ),
     (

@@ -13,9 +13,9 @@ all of them. The time comes with the event; the engine never asks for it. Length
 or from the run file.
 
 What goes out. A command is an order that names all that it needs: rollout, group, replica, trainer, version. A world
-never reads the engine's state. Every command ends in exactly one event, or in `Failed`. Seven commands have no event
-of their own: `Abort` makes a running `Generate` end early, and `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and
-`Stop` only change what the engine plans.
+never reads the engine's state. Every command ends in exactly one event, or in `Failed`. Nine commands have no event
+of their own: `Abort` makes a running `Generate` end early, `Close` a running `Act`, and `Truncate`, `Take`, `Skip`,
+`Postpone`, `Drop`, `Resize` and `Stop` only change what the engine plans.
 
 How it decides. The engine holds one `State` and a list of policies. `handle` enters the event into the state. Then it
 asks each policy, in order of precedence, what to do now. Each command enters the state before the next is asked for,
@@ -34,6 +34,18 @@ A rollout passes through these phases. Nothing else moves it.
 | finished   | its last token is sampled               | `Generated`                   | `state.unverified`  |
 | verifying  | its reward is asked for                 | `Verify`                      | `num_verifying`     |
 | ready      | its reward is known                     | `Verified`                    | each trainer's side |
+
+A rollout is an episode. Without `[environment]` it has one turn. With it, an environment answers each turn, and the
+rollout passes through two more phases (`environments.py`):
+
+| phase      | it begins when                                | entered by                    | indexed in          |
+|------------|-----------------------------------------------|-------------------------------|---------------------|
+| queued     | its prompt is drawn, its turn has ended, or   | `PromptsDrawn`, `Generated`,  | `environments.queue`,|
+|            | its environment is lost                       | `Failed`                      | `environments.to_act`|
+| acting     | its environment is started, or answers a turn | `Act`                         | `num_acting`        |
+
+`Observed` makes it wait for a replica again, until the episode is over. The staleness of an episode is that of its
+oldest generated token. A lost environment is no result: the episode starts over, or repeats its actions.
 
 From there each trainer counts for itself (`trainer_side.py`). The group waits in the trainer's line. `Take` puts it
 into the batch of a step, `Score` and `Train` compute it, and `Step` makes the next policy version. A group leaves the
@@ -65,6 +77,7 @@ Where to look:
 | which events and commands there are        | `messages.py`                               |
 | what the engine knows                      | `state.py`, `entities.py`, `fleet.py`, `trainer_side.py` |
 | which policies a run has, in which order   | `systems.py`; presets by name in `presets.py` |
+| how an episode has several turns           | `environments.py`, `policies/environments.py` |
 | how one decision is made                   | `policies/`, one idea a file                |
 | what a world must do                       | `world.py`                                  |
 | how a run is recorded and replayed         | `trace.py`                                  |

@@ -10,14 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Protocol
 
-from streamrl.engine.messages import Command, Event, Generate, Generated, Verified, Verify
+from streamrl.engine.messages import (
+    Act,
+    Command,
+    Event,
+    Generate,
+    Generated,
+    Observed,
+    Verified,
+    Verify,
+)
 from streamrl.engine.policies.dispatch import FromOutside
 from streamrl.engine.state import State
 from streamrl.runfile.dispatch_choice import DISPATCH
 
-FREQUENT = (Generated, Verified)
+FREQUENT = (Generated, Observed, Verified)
 """Nearly all events of a run are of these types, and most policies have nothing to do after them."""
-ROUTINE = frozenset({Generate, Verify})
+ROUTINE = frozenset({Act, Generate, Verify})
 """Commands after which no other policy has anything new to do."""
 
 
@@ -25,7 +34,7 @@ class Policy(Protocol):
     """One kind of decision of the engine.
 
     A policy may have an attribute `ignores`: those types of `FREQUENT` that never give it anything
-    to do. It may have a method `is_at_rest(state)`: whether none of them will give it anything to
+    to do. What ignores `Generated` also ignores `Observed`, because both let a rollout continue or end. It may have a method `is_at_rest(state)`: whether none of them will give it anything to
     do, as long as nothing else happens. The engine does not ask it after such events, unless a
     command has changed more of the state. A policy at rest that waits for an instant has a method
     `rests_until(state)`, which returns it in seconds.
@@ -56,7 +65,7 @@ class Engine:
             kind: [
                 (decider, getattr(policy, "is_at_rest", _never))
                 for decider, policy in zip(self._everyone, policies, strict=True)
-                if kind not in getattr(policy, "ignores", ())
+                if _like(kind) not in getattr(policy, "ignores", ())
             ]
             for kind in FREQUENT
         }
@@ -159,6 +168,11 @@ class Engine:
         for _, decide in self._everyone[place:]:
             if decided := decide(self.state):
                 self._commit(decided, commands)
+
+
+def _like(kind: type[Event]) -> type[Event]:
+    """Return the type by which policies ignore an event."""
+    return Generated if kind is Observed else kind
 
 
 def _never(state: State) -> bool:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -13,16 +14,17 @@ import msgspec
 from streamrl.engine.concurrency import ConcurrencyLimit
 from streamrl.engine.messages import DrawnGroup
 
-Phase = Literal["waiting", "generating", "finished", "verifying", "ready"]
+Phase = Literal["queued", "acting", "waiting", "generating", "finished", "verifying", "ready"]
 """The phase of a rollout between prompt and gradient.
 
-"finished" means generated, before its reward is requested; "ready" means that its reward is known.
+With an environment a rollout is "queued" until its environment may start or act, and "acting" while
+it does. "finished" means generated, before its reward is requested; "ready" means that its reward is known.
 Each trainer's batch records how far that trainer is with a ready rollout.
 """
 
 
 class Rollout(msgspec.Struct, eq=False):
-    """One sampled response."""
+    """One sampled response: an episode of one turn, or of several with an environment."""
 
     id: int
     group: Group
@@ -37,6 +39,34 @@ class Rollout(msgspec.Struct, eq=False):
     failures: int = 0
     sent_at: float = 0.0
     """When it was last sent to a replica, in seconds."""
+
+    turn: int = 0
+    """Turns that its environment has answered."""
+    observed: int = 0
+    """Tokens of its observations."""
+    is_turn_over: bool = False
+    """Whether its last turn has ended and has no answer yet."""
+    has_environment: bool = False
+    """Whether an environment is starting or open for it."""
+    is_under_way: bool = False
+    """Whether its environment was started and its episode has not ended."""
+    is_truncated: bool = False
+    """Whether the time of its episode is over."""
+    deadline: float = inf
+    """Instant at which its episode ends, in seconds."""
+    home: int | None = None
+    """Replica of its last turn, which generates its next one if it can."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of its prompt, its output and its observations."""
+        return self.group.prompt_tokens + self.tokens + self.observed
+
+    def start_over(self) -> None:
+        """Forget its tokens and turns, because its episode begins again."""
+        self.tokens = self.turn = self.observed = 0
+        self.born = None
+        self.is_turn_over = self.is_truncated = False
 
 
 class Group(msgspec.Struct, eq=False):
@@ -79,6 +109,9 @@ class Group(msgspec.Struct, eq=False):
         for number, tokens, version in kept_of(drawn):
             rollout = self.rollouts[drawn.rollouts.index(number)]
             rollout.tokens, rollout.born = tokens, version
+        for rollout, kept in zip(self.rollouts, drawn.turns, strict=False):
+            rollout.turn, rollout.observed = kept.answered, kept.observed
+            rollout.is_turn_over = kept.is_turn_over
 
 
 def kept_of(drawn: DrawnGroup) -> Iterator[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from streamrl.engine.concurrency import ConcurrencyLimit, FinalLengths
-from streamrl.engine.entities import Replica, Rollout
+from streamrl.engine.entities import Group, Replica, Rollout
 from streamrl.engine.messages import Generated, ReplicaStarted, Resize, StartReplica, StopReplica
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -129,6 +129,10 @@ class Fleet:
         while most and not self._has_load(-most[0][0], most[0][1]):
             heappop(most)
         return self.replicas[most[0][1]] if most else None
+
+    def serves(self, group: Group) -> bool:
+        """Return whether a replica promises a version that is fresh enough for a group."""
+        return any(version >= group.oldest_version for version in self._num_promised)
 
     def next_in_turn(self, oldest_version: int) -> Replica | None:
         """Return the next replica by id after the last used one that promises `oldest_version` or newer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamrl.engine.environments import Environments
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
@@ -18,11 +19,16 @@ def check(state: State) -> None:
     run.
     6. No replica is newer than the pushed weights, and these are not newer than the trainer, except
     for lost versions.
+    7. Open environments and episodes in flight are those that are counted, and at most as many as
+    allowed. An episode acts and generates only with an environment; one with a reward has none
+    left to close.
     """
     _check_accounts(state)
     _check_replicas(state)
     for trainer in state.trainers:
         _check_trainer(state, trainer)
+    if state.environments is not None:
+        _check_environments(state, state.environments)
     verifying = sum(r.phase == "verifying" for r in state.rollouts.values())
     assert state.num_verifying == verifying
 
@@ -64,6 +70,26 @@ def _check_replicas(state: State) -> None:
         for rollout_id, rollout in replica.rollouts.items():
             assert rollout.id == rollout_id and rollout.replica is replica
     assert serving == state.fleet.num_serving, f"{serving} serve, not {state.fleet.num_serving}"
+
+
+def _check_environments(state: State, own: Environments) -> None:
+    rollouts = state.rollouts.values()
+    num_open = sum(rollout.has_environment for rollout in rollouts)
+    assert own.num_open == num_open, f"{num_open} environments are open, not {own.num_open}"
+    under_way = [rollout for rollout in rollouts if rollout.is_under_way]
+    assert own.num_under_way == len(under_way)
+    assert own.num_acting == sum(rollout.phase == "acting" for rollout in rollouts)
+    assert own.config.sandboxes is None or num_open <= own.config.sandboxes
+    assert own.config.max_episodes is None or len(under_way) <= own.config.max_episodes
+    for rollout in rollouts:
+        is_live = (
+            rollout.phase in ("acting", "waiting", "generating") and not rollout.group.is_dropped
+        )
+        assert not is_live or rollout.has_environment, f"rollout {rollout.id} has no environment"
+        assert not is_live or rollout.is_under_way, f"rollout {rollout.id} has ended"
+        if rollout.phase == "ready":
+            assert not rollout.has_environment, f"rollout {rollout.id} kept its environment"
+        assert rollout.turn <= own.config.max_turns, f"rollout {rollout.id} has too many turns"
 
 
 def _check_trainer(state: State, trainer: TrainerSide) -> None:

@@ -1,9 +1,9 @@
 """Messages between the engine and a world: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` have no event of their own.
-An abort ends the running `Generate`; the others only change what the engine plans. A command contains all that a world
+Every command ends in exactly one event. `Abort`, `Close`, `Truncate`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` have no
+event of their own. An abort ends the running `Generate`, and a close the running `Act`; the others only change what the engine plans. A command contains all that a world
 needs to carry it out. Trainer 0 is the primary trainer: replicas load its versions. Secondary trainers train on the same
-rollouts.
+rollouts. A rollout is an episode of one turn or more: `Generate` continues it, and `Act` lets its environment answer.
 
     command         ends in             resource
     StartReplica    ReplicaStarted      replica
@@ -13,6 +13,7 @@ rollouts.
     Promote         TrainerLeaving      trainer
     DrawPrompts     PromptsDrawn        workload
     Generate        Generated           replica
+    Act             Observed            environment
     Verify          Verified            verifier
     Score           Scored              trainer
     Train           Trained             trainer
@@ -93,7 +94,11 @@ class DrawPrompts(Message, frozen=True):
 
 
 class Generate(Message, frozen=True, omit_defaults=True):
-    """Generate `rollout` on `replica`, and continue after its first `prefix` output tokens."""
+    """Generate `rollout` on `replica`, and continue after its first `prefix` output tokens.
+
+    With an environment it generates the turn after the first `turn` turns, whose observations have
+    `observed` tokens.
+    """
 
     rollout: int
     replica: int
@@ -103,6 +108,10 @@ class Generate(Message, frozen=True, omit_defaults=True):
     brings_cache: bool = False
     """Whether its KV cache is transferred from its last replica, so that nothing is computed again.
     """
+    turn: int = 0
+    """Turns that its environment has answered."""
+    observed: int = 0
+    """Tokens of its observations."""
 
 
 class Abort(Message, frozen=True):
@@ -110,6 +119,32 @@ class Abort(Message, frozen=True):
 
     rollout: int
     replica: int
+
+
+class Act(Message, frozen=True, omit_defaults=True):
+    """Let the environment of `rollout` answer turn `turn`. With `starts`, a new environment is started first.
+
+    Turns count from 1; turn 0 only starts the environment. A new environment first repeats the
+    actions of all earlier turns, and replaces an earlier environment of the rollout.
+    """
+
+    rollout: int
+    turn: int
+    starts: bool = False
+    time_limit: float | None = None
+    """Seconds after which the action times out; None if it has no limit. A start does not count."""
+
+
+class Close(Message, frozen=True):
+    """Close the environment of `rollout`. A running `Act` ends now."""
+
+    rollout: int
+
+
+class Truncate(Message, frozen=True):
+    """End the episode of `rollout` with the tokens that it has, because its time is over."""
+
+    rollout: int
 
 
 class Verify(Message, frozen=True):
@@ -213,6 +248,9 @@ class WakeAt(Message, frozen=True):
 Command: TypeAlias = (
     Generate
     | Verify
+    | Act
+    | Close
+    | Truncate
     | Take
     | Skip
     | Postpone
@@ -316,6 +354,17 @@ class TrainerLost(Message, frozen=True):
     reason: str
 
 
+class KeptTurns(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The turns of an episode from before the run was resumed."""
+
+    answered: int
+    """Turns that the environment has answered."""
+    observed: int
+    """Tokens of its observations."""
+    is_turn_over: bool
+    """Whether the policy has ended one more turn, which the environment has not answered."""
+
+
 class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One prompt and the ids of its rollouts."""
 
@@ -332,6 +381,8 @@ class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """For each rollout: output tokens from before the run was resumed, and the version of the first
     one. Empty if there are none.
     """
+    turns: tuple[KeptTurns, ...] = ()
+    """For each rollout: its turns from before the run was resumed. Empty if there are none."""
     family: str | None = None
     """Family of the prompt. None if no trainer uses families, or the prompt has none."""
 
@@ -357,7 +408,10 @@ class ExpectationsChanged(Message, frozen=True, omit_defaults=True):
 
 
 class Generated(Message, frozen=True, omit_defaults=True):
-    """A `Generate` ended: the rollout is finished, or aborted with the tokens generated so far."""
+    """A `Generate` ended: the rollout, or its turn, is finished, or aborted with the tokens generated so far.
+
+    With an environment, "stop" ends a turn, and "length" ends the episode.
+    """
 
     rollout: int
     tokens: int
@@ -377,6 +431,23 @@ class Generated(Message, frozen=True, omit_defaults=True):
     """
     num_preempted: int = 0
     """Rollouts that the replica preempted for lack of cache since its last report."""
+    cached_tokens: int = 0
+    """Tokens of its context that the prefix cache had when it began. Only known with an environment."""
+    recompute_time: float = 0.0
+    """Seconds of `prefill_time` for tokens that had been in a KV cache before. Only known with an
+    environment.
+    """
+
+
+class Observed(Message, frozen=True, omit_defaults=True):
+    """An `Act` ended: the environment has answered with an observation, or the episode is over."""
+
+    rollout: int
+    tokens: int
+    """Tokens of the observation; 0 where the turn had been answered before."""
+    is_over: bool = False
+    has_timed_out: bool = False
+    """Whether the action reached its time limit."""
 
 
 class Verified(Message, frozen=True):
@@ -459,6 +530,7 @@ class Interrupted(Message, frozen=True):
 
 Event: TypeAlias = (
     Generated
+    | Observed
     | Verified
     | Scored
     | Trained

@@ -7,6 +7,7 @@ Policies read it and never scan history, because each question has an index here
 | `trainers`       | each trainer with its batch and waiting groups   | `streamrl.engine.trainer_side`      |
 | `fleet`          | replicas by version and by load                  | `streamrl.engine.fleet`             |
 | `waiting`        | rollouts to dispatch                             | `streamrl.engine.entities`          |
+| `environments`   | episodes by what they need of their environment  | `streamrl.engine.environments`      |
 | `unverified`     | finished rollouts without a reward               | in order of arrival                 |
 | `outlived`       | groups of versions that the primary trainer lost | in draw order                       |
 | `recent`         | lengths of the last finished rollouts            | by length                           |
@@ -21,12 +22,15 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from streamrl.engine.entities import Group, Rollout, WaitingRollouts
+from streamrl.engine.environments import Environments
 from streamrl.engine.estimates import RecentLengths
 from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.messages import (
     Abort,
+    Act,
     CheckpointSaved,
+    Close,
     Command,
     DrawPrompts,
     Drop,
@@ -37,6 +41,7 @@ from streamrl.engine.messages import (
     Generated,
     Interrupted,
     LoadWeights,
+    Observed,
     Postpone,
     Promote,
     PromptsDrawn,
@@ -65,6 +70,7 @@ from streamrl.engine.messages import (
     TrainerLost,
     TrainerStarted,
     TrainerStopped,
+    Truncate,
     Verified,
     Verify,
     WakeAt,
@@ -88,6 +94,8 @@ class State:
     failure_counts: FailureCounts
     make_side: Callable[[Sequence[TrainerSide], TrainerJoined], TrainerSide]
     """Builds the state of a trainer that joins later."""
+    environments: Environments | None = None
+    """None if episodes have one turn."""
 
     sync_every: int = 1
     """Versions from one push to the next."""
@@ -138,6 +146,17 @@ class State:
         return is_due or self.has_new_weights
 
     @property
+    def is_generating(self) -> bool:
+        """Whether a rollout is generated now, or will be once its environment has started or answered."""
+        own = self.environments
+        if own is None or self.num_generating:
+            return self.num_generating > 0
+        if own.num_acting or own.next_to_act() is not None:
+            return True
+        first = self.waiting.first()
+        return first is not None and self.fleet.serves(first.group)
+
+    @property
     def has_all_steps(self) -> bool:
         """Whether the last step is done."""
         return self.leader.version >= self.num_steps
@@ -171,6 +190,8 @@ class State:
                 self._end_generate(event)
             case Verified():
                 self._end_verify(event)
+            case Observed():
+                self._end_act(event)
             case Scored() | Trained():
                 self.trainers[event.trainer].end_work(event, now)
             case Stepped(version, trainer):
@@ -228,6 +249,12 @@ class State:
                     raise ValueError(f"{command} must wait for rollout {rollout.id}")
                 rollout.phase = "verifying"
                 self.num_verifying += 1
+            case Act():
+                self._own_environments.begin(self.rollouts[command.rollout], command)
+            case Close(rollout_id):
+                self._own_environments.close(self.rollouts[rollout_id])
+            case Truncate(rollout_id):
+                self._truncate(self.rollouts[rollout_id])
             case Take():
                 self.trainers[command.trainer].take(command, self.groups[command.group])
             case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
@@ -291,6 +318,8 @@ class State:
         self.num_generating -= 1
         if self.fleet.final is not None:
             self.fleet.see_pressure(rollout, event, self.num_generating)
+        if self.environments is not None and self.environments.is_sticky:
+            rollout.home = None if rollout.replica is None else rollout.replica.id
         self.fleet.release(rollout)
         self.leader.pace.end_generation(rollout.group.step, self.now)
         rollout.tokens = event.tokens
@@ -298,17 +327,72 @@ class State:
             rollout.born = event.version
         if rollout.group.is_dropped:
             self._forget(rollout)
-        elif event.finish == "aborted":
+        elif event.finish == "aborted" and not rollout.is_truncated:
             self.waiting.add(rollout)
+        elif self.environments is None:
+            self._finish(rollout)
         else:
-            rollout.phase = "finished"
-            self.recent.add(event.tokens)
-            self.unverified.append(rollout)
+            self._end_turn(rollout, event, self.environments)
+
+    def _finish(self, rollout: Rollout) -> None:
+        """Record that a rollout is generated, so that its reward can be computed."""
+        rollout.phase = "finished"
+        self.recent.add(rollout.tokens)
+        self.unverified.append(rollout)
+
+    def _end_turn(self, rollout: Rollout, event: Generated, environments: Environments) -> None:
+        """Let the environment answer a turn, unless it ends the episode."""
+        is_late = rollout.is_truncated or self.now >= rollout.deadline
+        is_last = event.finish != "stop" or environments.is_last_turn(rollout)
+        if is_late or is_last or rollout.context >= environments.config.max_context:
+            self._end_episode(rollout, environments)
+        else:
+            environments.end_turn(rollout)
+
+    def _end_act(self, event: Observed) -> None:
+        """Record an observation; the policy's next turn follows unless the episode is over."""
+        environments, rollout = self._own_environments, self.rollouts[event.rollout]
+        environments.num_acting -= 1
+        if rollout.group.is_dropped:
+            self._forget(rollout)
+        elif environments.answer(rollout, event, self.now):
+            self._end_episode(rollout, environments)
+        else:
+            self.waiting.add(rollout)
+
+    def _end_episode(self, rollout: Rollout, environments: Environments) -> None:
+        """Record the end of an episode. Without a token there is nothing to train on, so it failed."""
+        if not rollout.tokens:
+            self.failure_counts.enter("the time of an episode was over before its first token")
+            self._lose_environment(rollout, environments)
+            return
+        environments.end(rollout)
+        if not environments.config.scores_in_sandbox:
+            environments.to_close.append(rollout)
+        self._finish(rollout)
+
+    def _truncate(self, rollout: Rollout) -> None:
+        """Record that the time of an episode is over. What runs for it ends by its own event."""
+        rollout.is_truncated = True
+        if rollout.phase in ("waiting", "queued"):
+            self._end_episode(rollout, self._own_environments)
+
+    def _lose_environment(self, rollout: Rollout, environments: Environments) -> None:
+        """Record a failure of an episode outside the policy; it starts over, or continues elsewhere."""
+        self.failure_counts.fail(rollout, self.now)
+        environments.lose(rollout)
+
+    @property
+    def _own_environments(self) -> Environments:
+        assert self.environments is not None, "only a run with an environment acts"
+        return self.environments
 
     def _end_verify(self, event: Verified) -> None:
         """Pass a rollout with a reward to the trainers, alone or with its group."""
         rollout = self.rollouts[event.rollout]
         self.num_verifying -= 1
+        if rollout.has_environment:
+            self._own_environments.to_close.append(rollout)
         rollout.reward = event.reward
         group = rollout.group
         if group.is_dropped:
@@ -344,9 +428,10 @@ class State:
             self.next_group = group.id + 1
             self.groups[group.id] = group
             self.num_drawn += len(group.rollouts)
+            wait = self.waiting.add if self.environments is None else self.environments.add
             for rollout in group.rollouts:
                 self.rollouts[rollout.id] = rollout
-                self.waiting.add(rollout)
+                wait(rollout)
             for trainer in self.trainers:
                 trainer.see_drawn(group)
             if group.oldest_version > self.leader.version:
@@ -382,7 +467,9 @@ class State:
             self._leave_out(group, trainer, reason)
         del self.groups[group.id]
         for rollout in group.rollouts:
-            if rollout.phase not in ("generating", "verifying"):
+            if self.environments is not None:
+                self.environments.end(rollout)
+            if rollout.phase not in ("generating", "verifying", "acting"):
                 self._forget(rollout)
 
     def _forget(self, rollout: Rollout) -> None:
@@ -424,6 +511,8 @@ class State:
             case Verify(rollout_id):
                 self.num_verifying -= 1
                 self._retry(self.rollouts[rollout_id])
+            case Act(rollout_id):
+                self._fail_act(self.rollouts[rollout_id])
             case StartReplica(replica_id) | StopReplica(replica_id):
                 self.fleet.lose(replica_id)
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
@@ -452,6 +541,16 @@ class State:
             case DrawPrompts(_, num_groups):
                 self.num_admitted -= num_groups
                 self.num_drawing -= num_groups
+
+    def _fail_act(self, rollout: Rollout) -> None:
+        """Record that an environment was lost, or did not start."""
+        environments = self._own_environments
+        environments.num_acting -= 1
+        if rollout.group.is_dropped:
+            environments.close(rollout)
+            self._forget(rollout)
+        else:
+            self._lose_environment(rollout, environments)
 
     def _retry(self, rollout: Rollout, is_lost: bool = False) -> None:
         """Let failed work be retried; a policy decides how often."""

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.entities import WaitingRollouts
+from streamrl.engine.environments import Environments
 from streamrl.engine.estimates import RecentLengths, latency_of
 from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import make_fleet
@@ -24,6 +25,7 @@ from streamrl.engine.policies.dispatch import (
     LongestFirst,
     Order,
 )
+from streamrl.engine.policies.environments import EndOverdue, RunEnvironments
 from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
 from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
@@ -54,6 +56,7 @@ from streamrl.engine.trainer_side import LEADER, Batch, StreamShare, TrainerSide
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DISPATCH, dispatch_named
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import shown
 from streamrl.runfile.files import with_secondary_trainer
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
@@ -89,6 +92,8 @@ def build_policies(run: Run) -> list[Policy]:
     leaders = (LEADER,) if promotion is None else (LEADER, promotion.trainer)
     skips_uniform = any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in leaders)
     return [
+        # first, because an episode that it ends needs its reward
+        *([EndOverdue()] if run.environment is not None else []),
         VerifyOnArrival(),
         *(
             [build_resize(policies, unit=per_node, most=most_replicas(run))]
@@ -114,6 +119,7 @@ def build_policies(run: Run) -> list[Policy]:
             shares_gpus=policies.shares_gpus,
         ),
         _weight_sync(system.weight_sync),
+        *([RunEnvironments()] if run.environment is not None else []),
         *build_dispatch(policies, run.rollout, run.seed),
         *(
             policy
@@ -340,8 +346,16 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         failure_counts=FailureCounts(deque(maxlen=run.policies.max_failures_per_minute)),
         make_side=make_side,
+        environments=_build_environments(run.environment, run.policies),
         sync_every=run.policies.sync_every,
     )
+
+
+def _build_environments(
+    config: EnvironmentConfig | None, policies: PoliciesConfig
+) -> Environments | None:
+    """Return the environments of a run before its first episode; None if episodes have one turn."""
+    return None if config is None else Environments(config, policies.turn_placement == "sticky")
 
 
 def _build_side(

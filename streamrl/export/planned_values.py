@@ -48,7 +48,7 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
     parts = (
         _batch(run.algorithm, run.framework, run.model, run.rollout, run.workload),
         _generation(run.rollout, run.costs.engine, run.model.dtype, run.trainer.dtype),
-        _training(run.trainer, longest_sequence(run.rollout, run.workload)),
+        _training(run.trainer, longest_sequence(run.rollout, run.workload, run.environment)),
         _stages(run.trainer, load_model(run.model).num_layers),
         _machines(run.rollout, run.trainer, run.cluster.pools, run.policies.shares_gpus),
     )

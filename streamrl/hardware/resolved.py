@@ -34,6 +34,7 @@ from streamrl.hardware.profiles import Gpu, gpu_of, load_model
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.gpu_pools import find_link
 from streamrl.runfile.keys import trainer_key
@@ -203,7 +204,7 @@ class ResolvedRun:
             pool=run.cluster.pools[run.rollout.pool],
             model=self.model,
             precision=rollout_precision(run.rollout, run.model),
-            longest_sequence=longest_sequence(run.rollout, run.workload),
+            longest_sequence=longest_sequence(run.rollout, run.workload, run.environment),
             prompt_tokens=lengths.prompt_tokens if lengths is not None and is_stated else 0,
             rollouts_per_prompt=run.rollouts_per_prompt,
             adapter_rank=run.sync.lora_rank if run.serves_adapters else None,
@@ -227,7 +228,7 @@ class ResolvedRun:
             model=self.model,
             dtype=trained_dtype(run.trainer, run.model),
             computes_in=training_dtype(run.trainer, run.model),
-            longest_sequence=longest_sequence(run.rollout, run.workload),
+            longest_sequence=longest_sequence(run.rollout, run.workload, run.environment),
             algorithm=run.algorithm,
             adapter_rank=run.sync.adapter_rank,
             trains_drafts=run.rollout.drafts is not None and run.rollout.drafts.trained,
@@ -264,7 +265,9 @@ class ResolvedRun:
             pool=None if verifier.pool is None else self.run.cluster.pools[verifier.pool],
             shape=_reward_shape(verifier),
             dtype=self.run.model.dtype,
-            longest_sequence=longest_sequence(self.run.rollout, self.run.workload),
+            longest_sequence=longest_sequence(
+                self.run.rollout, self.run.workload, self.run.environment
+            ),
         )
 
 
@@ -273,8 +276,12 @@ def resolve(run: Run) -> ResolvedRun:
     return ResolvedRun(run)
 
 
-def longest_sequence(rollout: RolloutConfig, workload: WorkloadConfig) -> int:
-    """Return the tokens of the longest prompt with the longest output that a run file allows."""
+def longest_sequence(
+    rollout: RolloutConfig, workload: WorkloadConfig, environment: EnvironmentConfig | None = None
+) -> int:
+    """Return the tokens of the longest rollout that a run file allows: its prompt, output and observations."""
+    if environment is not None:
+        return environment.max_context
     return rollout.max_tokens + workload.max_prompt_tokens
 
 

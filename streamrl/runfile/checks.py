@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
+from streamrl.runfile.environment_checks import check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
@@ -658,6 +659,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_precision(run.rollout),
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),
     *POLICY_CHECKS,
+    lambda run: check_environment(run.environment, run.policies, run.workload, run.rollout.kinds),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),
     lambda run: check_faults(run.faults, run.algorithm.steps, run.verifier.reward_model),

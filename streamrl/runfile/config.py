@@ -18,6 +18,7 @@ import msgspec
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.notebook import html_table
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
@@ -140,6 +141,7 @@ class Run(Section, frozen=True, kw_only=True):
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
     workload: WorkloadConfig = WorkloadConfig()
+    environment: EnvironmentConfig | None = None
     verifier: VerifierConfig = VerifierConfig()
     sync: SyncConfig = SyncConfig()
     costs: CostsConfig = CostsConfig()

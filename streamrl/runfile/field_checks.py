@@ -31,6 +31,7 @@ from streamrl.runfile.algorithms import readers_of
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, raise_all, say, shown
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
 from streamrl.runfile.list_prices import list_price, list_prices_of, providers
@@ -409,7 +410,7 @@ COUNTS = (
         WorkloadConfig,
     ),
     *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
-    SpeculativeConfig,
+    *(SpeculativeConfig, EnvironmentConfig),
 )
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
@@ -476,6 +477,16 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "ranker_recall_to": Bounds(TAIL_SHARE, 1),
         "ranker_correlation": SHARE,
         "ranker_history": Bounds(1),
+    },
+    EnvironmentConfig: {
+        "sandboxes": Bounds(1),
+        "max_episodes": Bounds(1),
+        "warm": Bounds(0),
+        "action_time_limit": POSITIVE,
+        "episode_time_limit": POSITIVE,
+        "warm_start_time": SECONDS,
+        "starts_per_second": POSITIVE,
+        "failed_share": Bounds(0, 0.9),
     },
     VerifierConfig: {
         "gpus_per_worker": Bounds(0),

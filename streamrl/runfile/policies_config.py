@@ -18,6 +18,7 @@ WeightSyncName = Literal[
     "barrier", "drain-then-load", "load-in-flight", "abort-and-resume", "between-batches"
 ]
 GroupPlacement = Literal["split", "together"]
+TurnPlacement = Literal["sticky", "any"]
 SkewObjective = Literal["max", "sum", "drain"]
 TailBatchingName = Literal["none", "defer"]
 MigrationName = Literal["none", "consolidate", "overrun"]
@@ -67,6 +68,10 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """Which replica gets the next rollout; the one with the fewest where absent."""
     group_placement: GroupPlacement = "split"
     """Whether the rollouts of a group may go to different replicas, or share one and their prompt's prefill."""
+    turn_placement: TurnPlacement = "sticky"
+    """Which replica generates the next turn of an episode. sticky: that of the turn before, whose
+    prefix cache may have its context, unless its weights are too old. any: as `dispatch` decides.
+    """
     tail_share: float = 0.2
     """Share of a step's rollouts that skewness-aware dispatch gives replicas of their own (the paper's alpha)."""
     skew_objective: SkewObjective = "drain"

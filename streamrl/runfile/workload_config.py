@@ -10,7 +10,7 @@ from streamrl.runfile.section import Section
 
 HUB = "hf://"
 """Prefix of `workload.prompts` for a data set on the hub."""
-LengthsKind = Literal["histogram", "empirical", "groups", "trace", "stated"]
+LengthsKind = Literal["histogram", "empirical", "groups", "trace", "stated", "episodes"]
 RankerName = Literal["none", "oracle", "recall", "scores", "history", "recorded"]
 FreeRanker = Literal["none", "oracle", "recall"]
 """Rankers that need no file and work with all kinds of lengths."""
@@ -27,7 +27,9 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     optionally, prompt_tokens).
     groups: lengths by prompt (columns prompt_id and output_tokens; optional prompt_tokens and
     family); whole groups are sampled. trace: the lengths of a recorded run, rollout by rollout.
-    stated: lognormal lengths with the figures in `source`. Short forms of the section are
+    stated: lognormal lengths with the figures in `source`. episodes: recorded episodes, one turn a
+    row (columns episode, output_tokens, observation_tokens and action_time in seconds; optional
+    prompt_tokens); whole episodes are sampled, which needs [environment]. Short forms of the section are
     lengths = { mean = "6k", p95 = "20k", max = "32k" } and lengths = "math reasoning" (or "short
     math", "code", "math and code", "chat").
     """

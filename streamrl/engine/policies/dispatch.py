@@ -93,7 +93,10 @@ class Dispatch(DispatchProperties):
 
     def _send(self, state: State) -> Iterator[Command]:
         while (rollout := state.waiting.first()) is not None:
-            replica = _beside_siblings(rollout) if self.keeps_groups else None
+            if rollout.home is not None:
+                replica = _home(state, rollout)
+            else:
+                replica = _beside_siblings(rollout) if self.keeps_groups else None
             if replica is None:
                 replica = self.choose(state, rollout)
             if replica is None:
@@ -102,6 +105,15 @@ class Dispatch(DispatchProperties):
 
     def send(self, rollout: Rollout, replica: Replica) -> Generate:
         """Return the command that lets `replica` continue `rollout` from its last token."""
+        if rollout.turn:
+            return Generate(
+                rollout.id,
+                replica.id,
+                self.order.priority(rollout),
+                prefix=rollout.tokens,
+                turn=rollout.turn,
+                observed=rollout.observed,
+            )
         return Generate(rollout.id, replica.id, self.order.priority(rollout), prefix=rollout.tokens)
 
     def choose(self, state: State, rollout: Rollout) -> Replica | None:
@@ -231,6 +243,12 @@ class Dealt(Dispatch):
         self.deal(state, units, replicas)
         return self.places
 
+    def send(self, rollout: Rollout, replica: Replica) -> Generate:
+        """See `Dispatch`; a rollout that returns to the replica of its last turn keeps no other place."""
+        if rollout.home is not None:
+            self.places.pop(rollout.id, None)
+        return super().send(rollout, replica)
+
     def deal(self, state: State, units: list[list[Rollout]], replicas: list[Replica]) -> None:
         """Assign each unit of rollouts, which stay together, to one of `replicas` with `share_out`."""
         raise NotImplementedError
@@ -276,6 +294,14 @@ def mix(seed: int, number: int) -> int:
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
     return bits ^ (bits >> 31)
+
+
+def _home(state: State, rollout: Rollout) -> Replica | None:
+    """Return the replica of a rollout's last turn, if it is fresh enough and has room."""
+    replica = None if rollout.home is None else state.fleet.replicas.get(rollout.home)
+    if replica is not None and replica.has_place:
+        return replica if replica.promises(rollout.group.oldest_version) else None
+    return None
 
 
 def _beside_siblings(rollout: Rollout) -> Replica | None:

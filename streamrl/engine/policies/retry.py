@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from streamrl.engine.entities import Group
-from streamrl.engine.messages import Abort, Command, Drop, Generated, Skip, Stop, Verified
+from streamrl.engine.messages import Abort, Close, Command, Drop, Generated, Skip, Stop, Verified
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER, ROLLED_BACK
 
@@ -105,10 +105,12 @@ def give_up(state: State, group: Group, reason: str) -> Iterator[Command]:
 
 
 def drop(group: Group, reason: str) -> Iterator[Command]:
-    """Yield the aborts of a group's running rollouts, then its drop."""
+    """Yield the aborts of a group's running rollouts, the closes of its environments, then its drop."""
     for rollout in group.rollouts:
         if rollout.replica is not None and not rollout.is_aborting:
             yield Abort(rollout.id, rollout.replica.id)
+        if rollout.has_environment:
+            yield Close(rollout.id)
     yield Drop(group.id, reason)
 
 

@@ -132,7 +132,10 @@ class BoundedBacklog:
 
 
 def _is_generating(state: State) -> bool:
-    return bool(state.num_drawing or state.num_generating or state.waiting.first() is not None)
+    environments = state.environments
+    is_queued = environments is not None and environments.has_queue
+    is_waiting = is_queued or state.waiting.first() is not None
+    return bool(state.num_drawing or state.is_generating or is_waiting)
 
 
 STALE = "staler than policies.max_staleness"

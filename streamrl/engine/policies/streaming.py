@@ -84,7 +84,7 @@ class WholeBatch:
             return ()
         if state.is_stopping or (trainer.leads and not state.is_synced):
             return ()
-        if self.shares_gpus and state.num_generating:
+        if self.shares_gpus and state.is_generating:
             return ()
         if batch.unscored:
             return (Score(_ids(batch.unscored, self.most), trainer.id),)

@@ -88,7 +88,7 @@ class Barrier:
         return not _is_behind(state)
 
     def _sync(self, state: State) -> Iterator[Command]:
-        if not state.num_generating:
+        if not state.is_generating:
             yield from _push(state)
         for replica in _to_load(state):
             yield LoadWeights(replica, state.pushed_version, drain=True)

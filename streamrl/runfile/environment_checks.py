@@ -1,0 +1,68 @@
+"""Check `[environment]`, and refuse what does not work with episodes of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from streamrl.runfile.distribution_words import read_distribution
+from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.policies_config import PoliciesConfig
+from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.workload_config import WorkloadConfig
+
+COUNTED, TIMED = ("turns", "observation_tokens"), ("action_time", "start_time")
+"""Distributions of counts, and of seconds."""
+ONE_TURN = "is for episodes of one turn"
+
+
+def check_environment(
+    config: EnvironmentConfig | None,
+    policies: PoliciesConfig,
+    workload: WorkloadConfig,
+    kinds: Sequence[RolloutConfig],
+) -> None:
+    """Raise `RunError` if a value does not fit the others, or needs episodes of one turn."""
+    if config is None:
+        _check_recorded(workload)
+        return
+    for name in (*COUNTED, *TIMED):
+        if (text := getattr(config, name)) is not None:
+            read_distribution(f"environment.{name}", text, is_time=name in TIMED)
+    _check_context(config, workload)
+    for key, value, instead in _of_one_turn(policies):
+        if value != instead:
+            text = f"{key} {value!r} {ONE_TURN}; remove it or the section [environment]"
+            raise RunError(key, value, OneOf([instead]), text, ("environment",))
+    if workload.ranker is not None:
+        text = f"workload.ranker {ONE_TURN}; remove it or the section [environment]"
+        raise RunError("workload.ranker", None, text=text, others=("environment",))
+    for kind in kinds:
+        if kind.admission == "reserve":
+            text = f"rollout.admission 'reserve' {ONE_TURN}; set 'on-demand'"
+            raise RunError("rollout.admission", "reserve", OneOf(["on-demand"]), text)
+
+
+def _of_one_turn(policies: PoliciesConfig) -> Iterator[tuple[str, object, object]]:
+    """Yield keys of policies that only work with one turn: the key, its value, and the value to set."""
+    yield "policies.migration", policies.migration, "none"
+    yield "policies.concurrency", policies.concurrency, "fixed"
+    yield "policies.learns_from_siblings", policies.learns_from_siblings, False
+    if policies.weight_sync == "between-batches":
+        yield "policies.weight_sync", policies.weight_sync, None
+
+
+def _check_context(config: EnvironmentConfig, workload: WorkloadConfig) -> None:
+    least = workload.max_prompt_tokens
+    if config.max_context <= least:
+        key = "environment.max_context"
+        text = f"{key} must be above workload.max_prompt_tokens={least}, got {config.max_context}"
+        others = ("workload.max_prompt_tokens",)
+        raise RunError(key, config.max_context, Bounds(least + 1), text, others)
+
+
+def _check_recorded(workload: WorkloadConfig) -> None:
+    if workload.lengths is not None and workload.lengths.kind == "episodes":
+        key = "workload.lengths.kind"
+        text = f"{key} 'episodes' needs the section [environment]; add it with max_turns and max_context"
+        raise RunError(key, "episodes", text=text, others=("environment",))
