@@ -10,6 +10,9 @@ Between two changes of the batch, every running rollout gains one token per deco
 of n steps has a closed form, and a rollout of any length costs only a few events:
 
     b rollouts with S context tokens:  n * a(b) + c * (n * S + b * n * (n - 1) / 2)
+
+With an environment an attempt is one turn of an episode. The context of an episode stays in the
+prefix cache while its environment acts (`streamrl.sim.prefix_cache`).
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.runfile.roles_config import RolloutConfig
-from streamrl.sim.world_interface import SimRollout, WorldInterface
+from streamrl.sim.prefix_cache import PrefixCache
+from streamrl.sim.world_interface import Reached, SimRollout, WorldInterface
+from streamrl.workload.episodes import Episode
 
 
 class Attempt(msgspec.Struct, eq=False):
@@ -61,11 +66,21 @@ class Attempt(msgspec.Struct, eq=False):
     prefill_time: float = 0.0
     computed: int = 0
     """Tokens of its prefix that are already prefilled while it waits for the rest."""
+    observed: int = 0
+    """Tokens of observations among its context."""
+    new: int = 0
+    """Tokens of the last observation, if no replica has computed it before."""
+    is_cut: bool = False
+    """Whether this turn ends at the maximum context."""
+    reached: Reached | None = None
+    cached: int | None = None
+    """Tokens of its context that the prefix cache had; None before it was asked."""
+    recompute_time: float = 0.0
 
     @classmethod
     def of(cls, command: Generate, drawn: SimRollout, *, shares_prefixes: bool) -> Attempt:
         """Return the attempt for a command."""
-        return cls(
+        attempt = cls(
             rollout=command.rollout,
             prefix=drawn.group if shares_prefixes else command.rollout,
             priority=command.priority,
@@ -75,18 +90,34 @@ class Attempt(msgspec.Struct, eq=False):
             length=drawn.length,
             brings_cache=command.brings_cache,
         )
+        if drawn.episode is not None:
+            attempt.begin_turn(command.turn, command.observed, drawn.episode)
+            attempt.reached = drawn.reached
+        return attempt
+
+    def begin_turn(self, turn: int, observed: int, episode: Episode) -> None:
+        """Set what the turn after `turn` answered ones consists of."""
+        self.observed, self.length = observed, episode.ends[turn]
+        self.is_cut = episode.is_cut and turn + 1 == episode.num_turns
+        if turn and self.done == episode.ends[turn - 1]:
+            self.new = episode.observations[turn - 1]
+
+    @property
+    def own(self) -> int:
+        """Context tokens after the prompt."""
+        return self.observed + self.done
 
     @property
     def ahead(self) -> int:
         """Context tokens minus the replica's step number; constant while the rollout runs."""
-        return self.prompt_tokens + self.length - self.finish_at
+        return self.prompt_tokens + self.observed + self.length - self.finish_at
 
     def ended(
         self, finish: Finish, now: float, cache_use: float | None = None, num_preempted: int = 0
     ) -> Generated:
         """Return the event of its end at `now` seconds, with the replica's cache statistics."""
         run_time = 0.0 if self.began_at is None else now - self.began_at
-        return Generated(
+        event = Generated(
             self.rollout,
             self.done,
             finish,
@@ -96,6 +127,11 @@ class Attempt(msgspec.Struct, eq=False):
             cache_use,
             num_preempted,
         )
+        if self.reached is None:
+            return event
+        times = {"cached_tokens": self.cached or 0, "recompute_time": self.recompute_time}
+        turn: Generated = msgspec.structs.replace(event, **times)
+        return turn
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +144,8 @@ class KvCache:
     num_rollouts: int = 0
     prompt_tokens: int = 0
     """Tokens of all cached prompts, each counted once."""
+    unused: PrefixCache | None = None
+    """Contexts that no rollout reads now; None without an environment or prefix caching."""
     _sharing: dict[int, int] = field(default_factory=dict)
     """Running rollouts by prefix; the first one of a group prefills the prompt for all."""
 
@@ -128,11 +166,30 @@ class KvCache:
         self._sharing[attempt.prefix] = siblings + 1
         self.num_rollouts += 1
         self.held += tokens
+        if self.unused is not None:
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Evict unused contexts, until the memory holds those of running rollouts."""
+        assert self.unused is not None, "only a prefix cache is evicted"
+        self.unused.shrink(self.capacity - self.held)
+
+    def find(self, attempt: Attempt) -> int:
+        """Return the tokens of a rollout's context that are cached, beside a prompt that others share now.
+
+        From now on they count as those of the rollout.
+        """
+        if self.unused is None:
+            return 0
+        prompt = attempt.prompt_tokens if self.lacks_prompt(attempt) else 0
+        return self.unused.take(attempt.prefix, attempt.rollout, prompt)
 
     def leave(self, attempt: Attempt) -> None:
         """Free the tokens of a rollout, and the prompt if no other rollout shares it."""
-        self.held -= attempt.done
+        self.held -= attempt.observed + attempt.done
         self.num_rollouts -= 1
+        if self.unused is not None:
+            self.unused.keep_own(attempt.rollout, (attempt.observed + attempt.done))
         siblings = self._sharing[attempt.prefix] - 1
         if siblings:
             self._sharing[attempt.prefix] = siblings
@@ -140,6 +197,8 @@ class KvCache:
         del self._sharing[attempt.prefix]
         self.held -= attempt.prompt_tokens
         self.prompt_tokens -= attempt.prompt_tokens
+        if self.unused is not None:
+            self.unused.keep_prompt(attempt.prefix, attempt.prompt_tokens)
 
 
 class Admission(Protocol):
@@ -222,7 +281,9 @@ class Replica:
         """Heap of (-context tokens beyond the replica's step, rollout), used if contexts are
         padded.
         """
-        self._cache = KvCache(self._costs.kv_capacity)
+        self._has_turns = around.run_file.environment is not None
+        is_kept = self._has_turns and self._shares_prefixes
+        self._cache = KvCache(self._costs.kv_capacity, unused=PrefixCache() if is_kept else None)
         self._admission = choose_admission(rollout)
         self._step = 0
         self._context = 0
@@ -309,6 +370,8 @@ class Replica:
         yield self._time.work(self._costs.load_time)
         self._load = None
         self.version = command.version
+        if self._cache.unused is not None:
+            self._cache.unused.clear()
         self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
 
     def _admit(self) -> float | None:
@@ -326,8 +389,9 @@ class Replica:
             if attempt is None or attempt.priority != priority:
                 heappop(self._queue)
                 continue
-            context = attempt.prompt_tokens + attempt.done
-            fresh = context if cache.lacks_prompt(attempt) else attempt.done
+            own = attempt.observed + attempt.done
+            context = attempt.prompt_tokens + own
+            fresh = context if cache.lacks_prompt(attempt) else own
             riding = len(running) if rides_along and not num_prefixes else 0
             if not self._admission.has_room(cache, attempt, fresh, riding):
                 break
@@ -337,12 +401,14 @@ class Replica:
                 continue
             if not num_prefixes:
                 step_time = self._ride_along()
+            if self._has_turns and attempt.cached is None:
+                attempt.cached = attempt.computed = cache.find(attempt)
             done = attempt.computed if attempt.computed < fresh else fresh
             part = fresh - done
             if part > budget - tokens:
                 part = int(budget - tokens)
             tokens += part or 1
-            again += part if attempt.done else 0
+            again += max(0, part - attempt.new) if attempt.done else 0
             pairs += part * (context - fresh + done + part / 2)
             num_prefixes += 1
             if done + part < fresh:
@@ -355,6 +421,9 @@ class Replica:
             return transfer_time or None
         prefill_time = self._prefill(joined, tokens, pairs, num_prefixes)
         self.recompute_time += prefill_time * again / tokens
+        if self._has_turns:
+            for attempt in joined:
+                attempt.recompute_time = prefill_time * again / tokens
         return transfer_time + step_time + prefill_time
 
     def _receive(self, attempt: Attempt, fresh: int) -> float:
@@ -363,7 +432,9 @@ class Replica:
         The replica does nothing else meanwhile, as in a prefill, because rollouts move to idle
         replicas.
         """
-        attempt.prefill_time = self._costs.cache_transfer.time(attempt.prompt_tokens + attempt.done)
+        attempt.prefill_time = self._costs.cache_transfer.time(
+            attempt.prompt_tokens + (attempt.observed + attempt.done)
+        )
         attempt.brings_cache = False
         self._join(attempt, fresh, num_new=0)
         return attempt.prefill_time
@@ -421,6 +492,8 @@ class Replica:
         self._step += steps
         self._context += num_tokens
         self._cache.held += num_tokens
+        if self._cache.unused is not None:
+            self._cache.make_room()
 
     def _time_of(self, steps: int) -> float:
         """Return the seconds of the next `steps` decode steps with the current batch."""
@@ -475,15 +548,17 @@ class Replica:
         heappush(self._finishing, (attempt.finish_at, attempt.rollout))
         if self._costs.padded_share:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
-        self._context += attempt.prompt_tokens + attempt.done
+        self._context += attempt.prompt_tokens + (attempt.observed + attempt.done)
         self._cache.enter(attempt, fresh + num_new)
 
     def _leave(self, attempt: Attempt) -> None:
         """Remove a rollout from the batch with its current tokens."""
         del self._running[attempt.rollout]
         attempt.done = attempt.length - (attempt.finish_at - self._step)
-        self._context -= attempt.prompt_tokens + attempt.done
+        self._context -= attempt.prompt_tokens + (attempt.observed + attempt.done)
         self._cache.leave(attempt)
+        if attempt.reached is not None:
+            attempt.reached.tokens = attempt.observed + attempt.done
 
     def _next_finish(self) -> int:
         """Return the decode step in which the next rollout finishes."""
@@ -507,7 +582,7 @@ class Replica:
             if self._freed_at != self._step:
                 self._freed_at, self._num_freed = self._step, 0
             self._num_freed += 1
-            is_cut = attempt.length >= self._max_tokens
+            is_cut = attempt.is_cut or attempt.length >= self._max_tokens
             self._emit(self._ended(attempt, "length" if is_cut else "stop"))
 
     def _end_aborted(self) -> None:
@@ -535,6 +610,8 @@ class Replica:
         """
         attempt = self._running[next(reversed(self._running))]
         self._leave(attempt)
+        if self._has_turns:
+            attempt.cached, attempt.computed, attempt.new = None, 0, 0
         self._enqueue(attempt)
         self._is_full = True
         self.num_preempted += 1

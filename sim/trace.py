@@ -8,7 +8,7 @@ from typing import IO, Generic, TypeVar
 from streamrl.engine.messages import Command, Event
 from streamrl.engine.trace import BLOCK, Trace
 from streamrl.record.metrics import Metrics, PaceReader, RunReader, measure_pace, measure_read
-from streamrl.record.steady_state import OF_STEPS, LeaderSteps, Speed
+from streamrl.record.steady_state import LeaderSteps, Speed
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 
@@ -34,8 +34,8 @@ class StepTrace(Trace):
             decode=costs.decode_yields(run.rollout.admission),
             is_endless=is_endless,
         )
-        self.steps = LeaderSteps()
-        self._readers = dict.fromkeys(OF_STEPS, self.steps.record)
+        self.steps = LeaderSteps(run.environment is not None)
+        self._readers = dict.fromkeys(self.steps.reads, self.steps.record)
 
 
 Reader = TypeVar("Reader", bound=PaceReader)

@@ -101,6 +101,6 @@ class Trainer:
     ) -> Work:
         """Run passes over rollouts until the first stage is free; the pipeline continues with them in the background."""
         rollouts = [self._around.rollouts[rollout] for rollout in event.rollouts]
-        lengths = [rollout.prompt_tokens + rollout.length for rollout in rollouts]
+        lengths = [rollout.sequence_tokens for rollout in rollouts]
         now = self._around.env.now
         yield from self._work(put_through(lengths, now) - now, event)

@@ -227,7 +227,7 @@ class Verifier:
             return
         if self._models:
             drawn = self._around.rollouts[command.rollout]
-            self._lengths[command.rollout] = drawn.prompt_tokens + drawn.length
+            self._lengths[command.rollout] = drawn.sequence_tokens
         if self._handling_time:
             self._unhandled.put(command)
         else:

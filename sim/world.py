@@ -11,6 +11,8 @@ import simpy
 
 from streamrl.engine.messages import (
     Abort,
+    Act,
+    Close,
     Command,
     DrawPrompts,
     Drop,
@@ -42,6 +44,7 @@ from streamrl.engine.messages import (
     TrainerLeaving,
     TrainerLost,
     TrainerStopped,
+    Truncate,
     Verify,
     WakeAt,
     Woke,
@@ -54,6 +57,7 @@ from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs, TrainerCosts
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.environment import Environments
 from streamrl.sim.faults import CAN_BE_LOST, Failures, SimFaults
 from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
@@ -188,6 +192,8 @@ class SimWorld(World[Trace]):
         self.disruptions = Disruptions()
         self._transfer = Transfer(self)
         self.verifier = Verifier(self)
+        environment = run.environment
+        self.environments = None if environment is None else Environments(self, environment)
         self._failures = Failures(self, self.lose, self.lose_trainer)
         self.faults = SimFaults(self) if run.faults else None
         if self.faults is not None:
@@ -260,6 +266,12 @@ class SimWorld(World[Trace]):
                 self._send(command, self.replicas[command.replica].generate)
             case Verify():
                 self.verifier.verify(command)
+            case Act():
+                self._own_environments.act(command)
+            case Close():
+                self._own_environments.close(command)
+            case Truncate():
+                pass
             case Take() | Postpone() | Resize():
                 pass
             case Skip():
@@ -301,6 +313,11 @@ class SimWorld(World[Trace]):
                 self.env.process(self._wake(command))
             case _:
                 assert_never(command)
+
+    @property
+    def _own_environments(self) -> Environments:
+        assert self.environments is not None, "only a run with an environment acts"
+        return self.environments
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 import msgspec
@@ -13,6 +14,7 @@ from streamrl.engine.messages import Event
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.cpu_contention import Cores
+from streamrl.workload.episodes import Episode
 from streamrl.workload.workload import Draw
 
 
@@ -64,6 +66,13 @@ class Disruptions:
     """Instant until which verifiers are stalled, in seconds since the run's start."""
 
 
+class Reached(msgspec.Struct):
+    """How far an episode has come. It may end before its last turn, when its time is over."""
+
+    tokens: int = 0
+    """Generated tokens and tokens of observations."""
+
+
 class SimRollout(msgspec.Struct, frozen=True, gc=False):
     """The data of a rollout that only the world knows, from the moment it is drawn."""
 
@@ -71,12 +80,24 @@ class SimRollout(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     length: int
     """Output tokens when it is finished."""
+    episode: Episode | None = None
+    """Its turns; None without an environment."""
+    reached: Reached | None = None
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens that a trainer or a reward model reads: the prompt, the output, and observations."""
+        return self.prompt_tokens + (self.length if self.reached is None else self.reached.tokens)
 
 
 def rollouts_of(draws: Iterable[Draw]) -> dict[int, SimRollout]:
     """Return the rollouts of groups by id."""
     return {
         rollout: SimRollout(drawn.group, drawn.prompt_tokens, length)
-        for drawn, lengths in draws
-        for rollout, length in zip(drawn.rollouts, lengths, strict=True)
+        if episode is None
+        else SimRollout(drawn.group, drawn.prompt_tokens, length, episode, Reached())
+        for drawn, lengths, episodes in draws
+        for rollout, length, episode in zip(
+            drawn.rollouts, lengths, episodes or repeat(None), strict=False
+        )
     }

@@ -52,22 +52,41 @@ class StatedLengths:
 
 def _fitted(figures: StatedFigures, most: float) -> tuple[float, float]:
     """Return the mean and the standard deviation of the log lengths."""
-    mean, p95 = float(figures.mean), figures.p95
-    if p95 is None:
+    try:
+        return fitted_to_mean(figures.mean, figures.p95, P95, most, "p95")
+    except ValueError as error:
+        raise RunError(KEY, figures.mean, text=f"{KEY}: {error}") from None
+
+
+def fitted_to_mean(
+    mean: float, upper: float | None, normal: float, most: float, name: str
+) -> tuple[float, float]:
+    """Return the mean and the standard deviation of the logarithms of a lognormal variable.
+
+    Args:
+        mean: its mean, when it is cut off at `most`.
+        upper: its upper quantile; None if it is unknown.
+        normal: the normal quantile of the same share.
+        most: its maximum.
+        name: name of the upper quantile, for the error.
+
+    Raises:
+        ValueError: the mean is too small beside the upper quantile.
+    """
+    if upper is None:
         location = _root(
             lambda at: capped_mean(at, USUAL_SPREAD, most) - mean, -2.0, log(mean) + 20.0
         )
         return location, USUAL_SPREAD
-
-    def at(spread: float) -> float:
-        return log(p95) - P95 * spread
-
-    least = capped_mean(at(P95), P95, most)
+    top = log(upper)
+    least = capped_mean(top - normal * normal, normal, most)
     if mean < least:
-        text = f"{KEY}: mean is {figures.mean}; with p95 {p95} it must be at least {least:.0f}: lower p95"
-        raise RunError(KEY, figures.mean, text=text)
-    spread = _root(lambda spread: mean - capped_mean(at(spread), spread, most), 1e-6, P95)
-    return at(spread), spread
+        told = f"mean is {mean:g}; with {name} {upper:g} it must be at least {least:.0f}"
+        raise ValueError(f"{told}: lower {name}")
+    spread = _root(
+        lambda spread: mean - capped_mean(top - normal * spread, spread, most), 1e-6, normal
+    )
+    return top - normal * spread, spread
 
 
 def capped_mean(location: float, spread: float, most: float) -> float:

@@ -21,6 +21,7 @@ from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.length_words import stated_figures
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.data_files import parse_number, read_csv
+from streamrl.workload.episodes import Episode, EpisodeSource, RecordedEpisodes
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families
 from streamrl.workload.prompt_order import PromptOrder, TailBatches, make_order
@@ -176,6 +177,8 @@ class Draw(NamedTuple):
     drawn: DrawnGroup
     lengths: tuple[int, ...]
     """True output tokens of each rollout; empty if only generation will tell."""
+    episodes: tuple[Episode, ...] = ()
+    """The turns of each rollout; empty without an environment, or if only the run will tell."""
 
 
 class Workload(Protocol):
@@ -232,6 +235,11 @@ class SimulatedWorkload:
         self._group_size = run.algorithm.group_size
         self._max_tokens = run.rollout.max_tokens
         self._source = load_source(config)
+        self._environment = run.environment
+        self._turns: EpisodeSource | None = None
+        """Splits lengths into turns; None without an environment, and for recorded episodes."""
+        if run.environment is not None and not isinstance(self._source, RecordedEpisodes):
+            self._turns = EpisodeSource(run.environment, run.seed)
         self._tells_families = run.filters_by_family
         if run.filters_by_family:
             check_families(run.followers, self._known_families())
@@ -301,13 +309,29 @@ class SimulatedWorkload:
         if not self._told.is_fixed:
             plain = self._told.draw(plain, drawn.prompts[offset] if drawn.prompts else None)
         draw = Draw(plain, tuple(drawn.lengths[offset]))
+        if self._environment is not None:
+            episodes = self._episodes_of(group, draw, drawn, offset)
+            draw = Draw(plain, tuple(episode.ends[-1] for episode in episodes), episodes)
         if group < self._num_kept:
             self._kept[group] = draw
         return draw
 
+    def _episodes_of(
+        self, group: int, draw: Draw, block: _Block, offset: int
+    ) -> tuple[Episode, ...]:
+        """Return the episodes of a group, which is in a block at `offset`."""
+        assert self._environment is not None, "only episodes have turns"
+        prompt = draw.drawn.prompt_tokens
+        if isinstance(self._source, RecordedEpisodes):
+            room = self._environment.max_context - prompt
+            return self._source.episodes(block.turns[offset], room)
+        assert self._turns is not None, "episodes are split or recorded"
+        return self._turns.episodes(group, draw.lengths, block.turns[offset], prompt)
+
     def _sample(self, block: int) -> _Block:
         """Draw a block of groups."""
         ids: list[int] = []
+        turns: list[list[int]] = []
         families: list[str | None] = []
         if isinstance(self._source, RecordedGroups):
             ids = self._source.prompts(block * BLOCK, BLOCK, self._group_size)
@@ -322,6 +346,10 @@ class SimulatedWorkload:
                 if self._tells_families:
                     families = self._source.families_of(ids)
                 ids = ids if self._config.kind == "groups" else []
+            elif isinstance(self._source, RecordedEpisodes):
+                picks = self._source.pick(rng, BLOCK, self._group_size)
+                lengths, prompts = self._source.of(picks)
+                turns = picks.tolist()
             else:
                 lengths, prompts = self._source.sample(rng, BLOCK, self._group_size)
         groups = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=float)
@@ -333,7 +361,10 @@ class SimulatedWorkload:
         elif isinstance(self._source, RecordedGroups) and self._config.ranker == "recorded":
             known = self._source.expected(block * BLOCK, BLOCK, self._group_size)
             expected = self._scaled(known, scale)
-        return _Block(self._scaled(lengths, scale), expected, prompts.tolist(), ids, families)
+        scaled = self._scaled(lengths, scale)
+        if self._turns is not None:
+            turns = self._turns.turns(scaled)
+        return _Block(scaled, expected, prompts.tolist(), ids, families, turns)
 
     def _pick(self, block: int, rng: np.random.Generator) -> list[int]:
         """Return the prompt of each group of a block."""
@@ -371,6 +402,8 @@ class _Block(NamedTuple):
     """Prompt of each group; empty if prompts cannot be identified."""
     families: list[str | None]
     """Families of the prompts; empty if no trainer selects by family."""
+    turns: list[list[int]]
+    """Turns of each episode, or the number of the recorded episode; empty without an environment."""
 
 
 class Histogram:
@@ -506,6 +539,8 @@ def load_source(config: LengthsConfig) -> Source | RecordedGroups:
 def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
     if config.kind == "trace":
         return RecordedGroups(Path(config.source))
+    if config.kind == "episodes":
+        return RecordedEpisodes(Path(config.source), config.prompt_tokens)
     if config.kind == "stated":
         return StatedLengths(stated_figures(config.source), config.prompt_tokens)
     if config.names_a_file:

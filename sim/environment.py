@@ -1,0 +1,119 @@
+"""The simulated environments: they start cold or warm, act, time out, and may be lost.
+
+Starts share a limit per second. A prepared (warm) environment starts faster; its replacement is
+prepared with a cold start. The time of an action is that of the episode, up to its limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush
+from math import inf
+
+import numpy as np
+import simpy
+
+from streamrl.engine.messages import Act, Close, Event, Failed, Observed
+from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.sim.world_interface import WorldInterface
+from streamrl.workload.episodes import EpisodeFigures
+
+STREAM = 0x5342
+"""Separates the random numbers of starts from those of episodes."""
+LOST = "the environment was lost"
+BYTES = 8
+
+
+class Starts:
+    """When environments start: prepared ones first, and at most so many per second."""
+
+    def __init__(self, config: EnvironmentConfig, seed: int) -> None:
+        self._cold = EpisodeFigures.of(config).start_time
+        self._warm_time = config.warm_start_time
+        self._spacing = 1 / config.starts_per_second if config.starts_per_second else 0.0
+        self._rng = np.random.default_rng([seed, STREAM])
+        self._next_at = -inf
+        """Earliest instant of the next start."""
+        self._prepared = [0.0] * config.warm
+        """Heap of the instants at which prepared environments are ready."""
+        heapify(self._prepared)
+
+    def begin(self, now: float) -> float:
+        """Begin a start, and return the seconds until the environment is open."""
+        begun = self._begin_one(now)
+        if self._prepared and self._prepared[0] <= begun:
+            heappop(self._prepared)
+            heappush(self._prepared, self._begin_one(begun) + self._cold_time())
+            return begun + self._warm_time - now
+        return begun + self._cold_time() - now
+
+    def _begin_one(self, now: float) -> float:
+        begun = max(now, self._next_at)
+        self._next_at = begun + self._spacing
+        return begun
+
+    def _cold_time(self) -> float:
+        return float(self._cold.sample(self._rng, 1)[0])
+
+
+class Environments:
+    """Timers of running actions: an environment uses no GPU, so it needs no process."""
+
+    def __init__(self, around: WorldInterface, config: EnvironmentConfig) -> None:
+        self._around = around
+        self._starts = Starts(config, around.run_file.seed)
+        self._failed_share = config.failed_share
+        self._seed = around.run_file.seed
+        self._acting: dict[int, int] = {}
+        """By rollout: number of its running action."""
+        self._num_acts = 0
+
+    def act(self, command: Act) -> None:
+        """Start an environment, or let it answer a turn, or both."""
+        around = self._around
+        self._num_acts += 1
+        self._acting[command.rollout] = self._num_acts
+        seconds = self._starts.begin(around.env.now) if command.starts else 0.0
+        if self._is_lost(self._num_acts):
+            self._after(seconds, self._num_acts, Failed(command, LOST), command.rollout)
+            return
+        action_time, event = self._answer(command)
+        self._after(seconds + action_time, self._num_acts, event, command.rollout)
+
+    def close(self, command: Close) -> None:
+        """Close an environment. Its running action ends now."""
+        if self._acting.pop(command.rollout, None) is not None:
+            self._around.emit(Observed(command.rollout, 0))
+
+    def _answer(self, command: Act) -> tuple[float, Observed]:
+        """Return the seconds of an action, repeated ones included, and what the environment answers."""
+        episode, turn = self._around.rollouts[command.rollout].episode, command.turn
+        assert episode is not None, "only episodes act"
+        limit = inf if command.time_limit is None else command.time_limit
+        times, observations = episode.action_times, episode.observations
+        repeated = sum(times[: turn - 1]) if command.starts and turn else 0.0
+        if not turn:
+            return repeated, Observed(command.rollout, 0)
+        if turn > len(observations):
+            return repeated, Observed(command.rollout, 0, is_over=True)
+        time = times[turn - 1]
+        answer = Observed(command.rollout, observations[turn - 1], has_timed_out=time > limit)
+        return repeated + min(time, limit), answer
+
+    def _after(self, seconds: float, number: int, event: Event, rollout: int) -> None:
+        def end(_: simpy.Event) -> None:
+            if self._acting.get(rollout) == number:
+                del self._acting[rollout]
+                self._around.emit(event)
+
+        timer: simpy.Event = self._around.env.timeout(seconds)
+        callbacks: list[Callable[[simpy.Event], None]] | None = timer.callbacks
+        assert callbacks is not None, "a new timer has not ended"
+        callbacks.append(end)
+
+    def _is_lost(self, number: int) -> bool:
+        if not self._failed_share:
+            return False
+        digest = blake2b(f"{self._seed} lost {number}".encode(), digest_size=BYTES).digest()
+        return int.from_bytes(digest, "little") / 2.0 ** (8 * BYTES) < self._failed_share

@@ -1,0 +1,326 @@
+"""Draw episodes: their turns, and the observations and action times of their environments.
+
+A rollout with L generated tokens is split into n turns. Longer episodes have more turns: among the
+episodes of a block, the one at quantile q by L gets the turn count at quantile q. The tokens of the
+turns are random shares of L. Observations and action times are independent. These three are
+assumptions; a recorded file (`workload.lengths.kind = "episodes"`) needs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from functools import cached_property
+from math import exp, inf, log
+from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.hardware.operator_tables import Floats
+from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profiles import find_profile, read_profile
+from streamrl.runfile.distribution_words import StatedDistribution, read_distribution
+from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.errors import RunError
+from streamrl.workload.data_files import parse_number, read_csv
+from streamrl.workload.stated_lengths import USUAL_SPREAD, fitted_to_mean
+
+Lengths = npt.NDArray[np.int64]
+
+SHARES = 2.0
+"""Shape of the gamma distribution of the turns' shares of an episode's tokens (an assumption): their
+standard deviation is 0.7 of their mean.
+"""
+STREAM = 0x4550
+"""Separates the random numbers of turns from those of lengths."""
+TIMES = ("action_time", "start_time")
+
+
+class Episode(msgspec.Struct, frozen=True, gc=False):
+    """What happens in one episode, known from the start as only a simulation can."""
+
+    ends: tuple[int, ...]
+    """Generated tokens at the end of each turn, turns before it included."""
+    observations: tuple[int, ...]
+    """Tokens of the answer to each turn that the environment answers."""
+    action_times: tuple[float, ...]
+    """Seconds of the action of each of these turns, without a time limit."""
+    is_cut: bool = False
+    """Whether its last turn ends at the maximum context."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy."""
+        return len(self.ends)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens and tokens of observations."""
+        return self.ends[-1] + sum(self.observations)
+
+
+class EpisodeProfile(ProfileTable, frozen=True, kw_only=True):
+    """Statistics of a kind of agent, from published traces or documents."""
+
+    name: str
+    source: str
+    date: date
+    turns: str
+    generated_tokens: str
+    """Generated tokens of a whole episode, as a run file states them in `workload.lengths`."""
+    observation_tokens: str
+    action_time: str
+    start_time: str
+    assumed: tuple[str, ...] = ()
+    """Keys whose figures are at least in part assumptions."""
+
+
+class EpisodeFigures(NamedTuple):
+    """The distributions of episodes and environments."""
+
+    turns: Lognormal
+    observation_tokens: Lognormal
+    action_time: Lognormal
+    """Seconds."""
+    start_time: Lognormal
+    """Seconds of a cold start."""
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig) -> EpisodeFigures:
+        """Return the distributions of a run file, or those of the profile that it names.
+
+        Raises:
+            RunError: a distribution is missing or cannot be read.
+        """
+        return cls(*(Lognormal.of(name, _text_of(config, name)) for name in cls._fields))
+
+
+def load_episode_profile(name: str) -> EpisodeProfile:
+    """Return a profile of profiles/episodes.
+
+    Raises:
+        RunError: there is no such profile.
+    """
+    try:
+        return read_profile(find_profile("episodes", name, ".toml"), EpisodeProfile)
+    except ValueError as error:
+        raise RunError("environment.source", name, text=f"environment.source: {error}") from None
+
+
+def _text_of(config: EnvironmentConfig, name: str) -> str:
+    stated: str | None = getattr(config, name)
+    if stated is not None:
+        return stated
+    if config.source is not None:
+        text: str = getattr(load_episode_profile(config.source), name)
+        return text
+    if name == "start_time":
+        return "0 s"
+    key = f"environment.{name}"
+    text = f"{key} is missing: a simulation needs it; set it, or name a profile, such as environment.source = 'swe-agent'"
+    raise RunError(key, None, str, text)
+
+
+class Lognormal:
+    """A lognormal distribution that is cut off at a maximum, or a constant."""
+
+    def __init__(self, stated: StatedDistribution, key: str) -> None:
+        """Fit the distribution to its stated figures.
+
+        Raises:
+            RunError: no lognormal distribution has these figures.
+        """
+        self._most = inf if stated.most is None else stated.most
+        self._constant = stated.middle if stated.is_constant else None
+        if stated.is_constant:
+            self._location, self._spread = 0.0, 0.0
+            return
+        normal = NormalDist().inv_cdf(stated.share)
+        if stated.is_mean:
+            try:
+                name = f"p{100 * stated.share:.0f}"
+                fitted = fitted_to_mean(stated.middle, stated.upper, normal, self._most, name)
+            except ValueError as error:
+                raise RunError(key, stated.middle, text=f"{key}: {error}") from None
+            self._location, self._spread = fitted
+        else:
+            self._location = log(stated.middle)
+            upper = stated.upper
+            self._spread = USUAL_SPREAD if upper is None else (log(upper) - self._location) / normal
+
+    @classmethod
+    def of(cls, name: str, text: str) -> Lognormal:
+        """Return the distribution that a text of the key `environment.NAME` states."""
+        key = f"environment.{name}"
+        return cls(read_distribution(key, text, is_time=name in TIMES), key)
+
+    def sample(self, rng: np.random.Generator, num: int) -> Floats:
+        """Return `num` independent values."""
+        if self._constant is not None:
+            return np.full(num, self._constant)
+        return np.minimum(rng.lognormal(self._location, self._spread, num), self._most)
+
+    def at(self, shares: Floats) -> Floats:
+        """Return the quantiles at shares in (0, 1)."""
+        if self._constant is not None:
+            return np.full(shares.shape, self._constant)
+        normal = np.interp(shares, *_NORMAL)
+        values: Floats = np.minimum(np.exp(self._location + self._spread * normal), self._most)
+        return values
+
+    @cached_property
+    def mean(self) -> float:
+        """The mean of values that are cut off at the maximum."""
+        return float(self.at((np.arange(MEAN_POINTS) + 0.5) / MEAN_POINTS).mean())
+
+    @property
+    def median(self) -> float:
+        """The median."""
+        return (
+            self._constant if self._constant is not None else min(exp(self._location), self._most)
+        )
+
+
+MEAN_POINTS = 1 << 14
+_POINTS = (np.arange(2048) + 0.5) / 2048
+_NORMAL = (_POINTS, np.array([NormalDist().inv_cdf(point) for point in _POINTS]))
+"""Quantiles of the normal distribution."""
+
+
+class EpisodeSource:
+    """Splits generated tokens into turns, with observations and action times from stated distributions."""
+
+    def __init__(self, config: EnvironmentConfig, seed: int) -> None:
+        """Read the distributions of a run file; see `EpisodeFigures.of`."""
+        self._config = config
+        self._figures = EpisodeFigures.of(config)
+        self._seed = seed
+
+    def turns(self, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the turns of each episode of a block by the rank of its length."""
+        tokens = np.array(lengths)
+        ranks = np.argsort(np.argsort(tokens, axis=None, kind="stable"), kind="stable")
+        drawn = np.rint(self._figures.turns.at((ranks + 0.5) / tokens.size)).astype(np.int64)
+        most = np.minimum(self._config.max_turns, tokens.ravel())
+        turns: Lengths = np.minimum(np.maximum(drawn, 1), most).reshape(tokens.shape)
+        return [row.tolist() for row in turns]
+
+    def episodes(
+        self, group: int, lengths: Sequence[int], turns: Sequence[int], prompt_tokens: int
+    ) -> tuple[Episode, ...]:
+        """Return the episodes of a group, given the generated tokens and turns of each."""
+        rng = np.random.default_rng([self._seed, STREAM, group])
+        return tuple(
+            self._episode(rng, tokens, num, prompt_tokens)
+            for tokens, num in zip(lengths, turns, strict=True)
+        )
+
+    def _episode(
+        self, rng: np.random.Generator, tokens: int, num_turns: int, prompt_tokens: int
+    ) -> Episode:
+        shares = np.cumsum(rng.gamma(SHARES, size=num_turns))
+        ends = np.floor(shares / shares[-1] * (tokens - num_turns)) + np.arange(1, num_turns + 1)
+        observed = np.rint(self._figures.observation_tokens.sample(rng, num_turns - 1))
+        seconds = self._figures.action_time.sample(rng, num_turns - 1)
+        whole = Episode(
+            tuple(ends.astype(np.int64).tolist()),
+            tuple(observed.astype(np.int64).tolist()),
+            tuple(seconds.tolist()),
+        )
+        return fitted_to_context(whole, self._config.max_context - prompt_tokens)
+
+
+def fitted_to_context(episode: Episode, room: int) -> Episode:
+    """Return an episode that ends when its tokens reach `room`, in the middle of a turn or an observation."""
+    if episode.tokens <= room:
+        return episode
+    held = 0
+    for turn, end in enumerate(episode.ends):
+        if end + held >= room:
+            ends = (*episode.ends[:turn], room - held)
+            return Episode(ends, episode.observations[:turn], episode.action_times[:turn], True)
+        if turn < len(episode.observations) and end + held + episode.observations[turn] >= room:
+            observations = (*episode.observations[:turn], room - held - end)
+            times = episode.action_times[: turn + 1]
+            return Episode(episode.ends[: turn + 1], observations, times)
+        held += episode.observations[turn] if turn < len(episode.observations) else 0
+    return episode
+
+
+class RecordedEpisodes:
+    """Episodes of a CSV file, one turn a row. Whole episodes are sampled.
+
+    Columns: episode, output_tokens, observation_tokens and action_time (seconds) of each turn in
+    order; optional prompt_tokens. The observation and time of an episode's last row are ignored.
+    """
+
+    def __init__(self, path: Path, prompt_tokens: int) -> None:
+        """Read a file.
+
+        Raises:
+            ValueError: it is wrong; the message names file and row.
+        """
+        rows: dict[str, list[tuple[int, int, float]]] = {}
+        prompts: dict[str, int] = {}
+        for number, row in enumerate(read_csv(path), start=1):
+            name = row.get("episode") or ""
+            if not name:
+                raise ValueError(f"{path}: row {number} needs an episode, which marks its turns")
+            turn = [
+                _number(path, number, row, column, least)
+                for column, least in (
+                    ("output_tokens", 1),
+                    ("observation_tokens", 0),
+                    ("action_time", 0),
+                )
+            ]
+            rows.setdefault(name, []).append((int(turn[0]), int(turn[1]), turn[2]))
+            if row.get("prompt_tokens"):
+                prompts.setdefault(name, int(_number(path, number, row, "prompt_tokens", 1)))
+        if not rows:
+            raise ValueError(f"{path} has no rows")
+        self._episodes = [_recorded(turns) for turns in rows.values()]
+        self._lengths = np.array([episode.ends[-1] for episode in self._episodes])
+        self._prompts = np.array([prompts.get(name, prompt_tokens) for name in rows])
+
+    def pick(self, rng: np.random.Generator, num_groups: int, group_size: int) -> Lengths:
+        """Return the recorded episode of each rollout, [num_groups, group_size]."""
+        return rng.integers(0, len(self._episodes), (num_groups, group_size))
+
+    def sample(
+        self, rng: np.random.Generator, num_groups: int, group_size: int
+    ) -> tuple[Lengths, Lengths]:
+        """Return generated tokens [num_groups, group_size] and prompt tokens [num_groups]."""
+        return self.of(self.pick(rng, num_groups, group_size))
+
+    def of(self, picks: Lengths) -> tuple[Lengths, Lengths]:
+        """Return the generated tokens of picked episodes, and the prompt tokens of each group."""
+        return self._lengths[picks], self._prompts[picks[:, 0]]
+
+    def episodes(self, picks: Sequence[int], room: int) -> tuple[Episode, ...]:
+        """Return picked episodes, which end when their tokens reach `room`."""
+        return tuple(fitted_to_context(self._episodes[pick], room) for pick in picks)
+
+
+def _recorded(turns: list[tuple[int, int, float]]) -> Episode:
+    ends = np.cumsum([tokens for tokens, _, _ in turns]).tolist()
+    answered = turns[:-1]
+    return Episode(
+        tuple(ends), tuple(obs for _, obs, _ in answered), tuple(time for _, _, time in answered)
+    )
+
+
+def _number(path: Path, number: int, row: dict[str, str], column: str, least: int) -> float:
+    try:
+        value = parse_number(row.get(column) or "")
+    except ValueError:
+        value = -1.0
+    if value < least or (column != "action_time" and not value.is_integer()):
+        raise ValueError(
+            f"{path}: row {number}: {column} must be a number of at least {least}, got {row.get(column)!r}"
+        )
+    return value
