@@ -33,9 +33,11 @@ class Attempts(NamedTuple):
     prompt: Floats
     """Tokens of its prompt."""
     prefix: Floats
-    """Output tokens from before it."""
+    """Output tokens from before it, and tokens of observations."""
     tokens: Floats
-    """Output tokens at its end."""
+    """Output tokens at its end, and tokens of observations."""
+    recompute_time: Floats
+    """Seconds at the start in which tokens were computed that had been in a KV cache before."""
     is_known: Floats
     """1 if its running time and its tokens were reported, else 0."""
 
@@ -102,9 +104,11 @@ class AttemptReader(MessageReader):
     def _end_reported(self, event: Generated, now: float) -> None:
         rollout = event.rollout
         command, _, prompt = self._sent.pop(rollout)
-        start, prefix, tokens = now - event.run_time, command.prefix, event.tokens
+        start, seen = now - event.run_time, command.observed
+        prefix, tokens = command.prefix + seen, event.tokens + seen
+        times = event.prefill_time, event.recompute_time
         self._ended.append(
-            (command.replica, rollout, start, now, event.prefill_time, prompt, prefix, tokens, True)
+            (command.replica, rollout, start, now, times[0], prompt, prefix, tokens, times[1], True)
         )
 
     def _fail(self, event: Failed, now: float) -> None:
@@ -113,9 +117,9 @@ class AttemptReader(MessageReader):
 
     def _end_unreported(self, rollout: int, now: float) -> None:
         command, sent_at, prompt = self._sent.pop(rollout)
-        prefix = command.prefix
+        prefix = command.prefix + command.observed
         self._ended.append(
-            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, False)
+            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, 0.0, False)
         )
 
     def _forget(self, groups: tuple[int, ...]) -> None:

@@ -1,7 +1,8 @@
 """Attribute every GPU-second of a run: busy time by activity, and idle time by cause.
 
 Decode seconds that full batches would not need are "underfilled": they count as busy, but they are
-wasted (`streamrl.record.decode_efficiency`).
+wasted (`streamrl.record.decode_efficiency`). So does "recomputed-prefix": the prefill of a context
+that was evicted from the prefix cache between two turns of an episode.
 
 | cause        | who waits                  | for                                                     |
 |--------------|----------------------------|---------------------------------------------------------|
@@ -15,6 +16,9 @@ wasted (`streamrl.record.decode_efficiency`).
 |              | secondary trainer          | complete groups, until the primary trainer has stepped  |
 |              | verifier                   | rollouts to be generated                                |
 | staleness    | replica, verifier          | the trainer, which is as far behind as the bound allows |
+| tool         | replica, trainer, verifier | actions of environments, which rollouts wait for        |
+| environment- | replica, trainer, verifier | environments that start, while none acts                |
+| start        |                            |                                                         |
 | verifier     | replica, trainer           | rewards, while the trainer is idle                      |
 | checkpoint   | trainer                    | the disk                                                |
 | backpressure | replica                    | space for finished rollouts                             |
@@ -51,8 +55,9 @@ from streamrl.record.timeline import Timeline, TimelineReader
 from streamrl.runfile.gpu_pools import kind_name
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 
-UNDERFILLED = "underfilled"
-BUSY = ("prefill", "decode", UNDERFILLED, "score", "train", "verify")
+UNDERFILLED, RECOMPUTED = "underfilled", "recomputed-prefix"
+TOOL, ENVIRONMENT_START = "tool", "environment-start"
+BUSY = ("prefill", RECOMPUTED, "decode", UNDERFILLED, "score", "train", "verify")
 IDLE = (
     "start-up",
     "failure",
@@ -60,6 +65,8 @@ IDLE = (
     "skew",
     "pipeline",
     "staleness",
+    TOOL,
+    ENVIRONMENT_START,
     "verifier",
     "checkpoint",
     "backpressure",
@@ -171,11 +178,12 @@ class AttributionReader(MessageReader):
             whole[activity] += seconds
         together = Parts(
             sum(each.prefill for each in parts),
+            sum(each.recomputed for each in parts),
             sum(each.underfilled for each in parts),
             parts[0].source,
         )
         own = {kind_name(kind): each for kind, each in enumerate(parts)} | {SHARED: parts[0]}
-        none = Parts(0.0, 0.0, parts[0].source)
+        none = Parts(0.0, 0.0, 0.0, parts[0].source)
         return SidesAttribution(
             whole=_shares(whole, together),
             sides={name: _shares(each, own.get(name, none)) for name, each in sides.items()},
@@ -255,6 +263,8 @@ def _shares(by_activity: dict[str, float], parts: Parts) -> Attribution:
     generating = seconds.pop("generate", 0.0)
     seconds["prefill"] = min(parts.prefill, generating)
     seconds["decode"] = generating - seconds["prefill"]
+    seconds[RECOMPUTED] = min(parts.recomputed, seconds["prefill"])
+    seconds["prefill"] -= seconds[RECOMPUTED]
     total = sum(seconds.values())
     names = [name for name in BUSY if name != UNDERFILLED or parts.source != "unknown"]
     seconds[UNDERFILLED] = min(parts.underfilled, seconds["decode"])
@@ -316,6 +326,8 @@ def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
     if leader["waiting"] and is_syncing:
         return "sync"
     if leader["ungenerated"]:
+        if (cause := _environment_cause(counts)) is not None:
+            return cause
         if run["replica generate"]:
             return "skew"
         return "sync" if is_syncing else _cause_of_no_generation(counts)
@@ -359,6 +371,9 @@ def _lack(counts: Counts, trainer: int) -> str | None:
     if not counts.run["has prompts"]:
         return "start-up"
     if own["ungenerated"]:
+        is_idle = _num_idle(counts.run)
+        if is_idle and (cause := _environment_cause(counts)) is not None:
+            return cause
         if counts.run["replica generate"]:
             return "skew" if _num_idle(counts.run) else "pipeline"
         return "sync" if _is_syncing(counts) else _cause_of_no_generation(counts)
@@ -397,6 +412,13 @@ def _num_idle(counts: dict[str, int]) -> int:
     """Return the number of started replicas without an activity, from the counts of all or of one kind."""
     is_up = counts["replicas"] - counts["replica start-up"]
     return is_up - counts["replica generate"] - counts["replica sync"]
+
+
+def _environment_cause(counts: Counts) -> str | None:
+    """Return what environments do that rollouts wait for; None if they do nothing."""
+    if counts.run["acting"]:
+        return TOOL
+    return ENVIRONMENT_START if counts.run["environments starting"] else None
 
 
 def _is_syncing(counts: Counts) -> bool:

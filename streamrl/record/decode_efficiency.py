@@ -325,13 +325,15 @@ ENOUGH = 200_000
 """Without a curve, number of time ranges (48 bytes each) from which the throughput of full batches is taken for the
 whole run."""
 
-Part: TypeAlias = Literal["prefill", "underfilled"]
+Part: TypeAlias = Literal["prefill", "recomputed", "underfilled"]
 
 
 class Parts(NamedTuple):
     """GPU-seconds of prefill and of underfilled decoding, over all replicas of one kind."""
 
     prefill: float
+    """Recomputed prefixes included."""
+    recomputed: float
     underfilled: float
     source: YieldSource
     """Source of the throughput of a full batch."""
@@ -390,6 +392,7 @@ class PartsReader:
         return [
             Parts(
                 seconds.get((kind, "prefill"), 0.0) * degree,
+                seconds.get((kind, "recomputed"), 0.0) * degree,
                 seconds.get((kind, "underfilled"), 0.0) * degree,
                 self._source,
             )
@@ -400,9 +403,9 @@ class PartsReader:
         """Add prefill seconds, and record when prefills and loads pause decoding."""
         self._kinds = timeline.kinds
         for kind in range(len(self._degrees)):
-            own = [rows for r, rows in timeline.prefills.items() if self._kinds.get(r, 0) == kind]
-            pieces = self._sums.cut(*np.concatenate([NO_ROWS, *own]).T)
-            self._sums.add_pieces((kind, "prefill"), pieces.slot, pieces.end - pieces.start)
+            self._add_seconds(kind, "prefill", timeline.prefills)
+            if timeline.recomputed:
+                self._add_seconds(kind, "recomputed", timeline.recomputed)
         for replica in {**timeline.replicas, **timeline.prefills}:
             spans = timeline.replicas.get(replica, [])
             loads = [(span.start, span.end) for span in spans if span.activity == "sync"]
@@ -411,6 +414,12 @@ class PartsReader:
             )
             paused = paused[np.lexsort(paused.T[::-1])]
             self._paused[replica] = np.concatenate([self._paused.get(replica, NO_ROWS), paused])
+
+    def _add_seconds(self, kind: int, part: Part, rows: Mapping[int, Floats]) -> None:
+        """Add the seconds of rows (start, end) of the replicas of one kind."""
+        own = [each for replica, each in rows.items() if self._kinds.get(replica, 0) == kind]
+        pieces = self._sums.cut(*np.concatenate([NO_ROWS, *own]).T)
+        self._sums.add_pieces((kind, part), pieces.slot, pieces.end - pieces.start)
 
     def _enter(self, decoding: dict[int, Decoding]) -> None:
         """Add the underfilled seconds of time ranges, without paused seconds."""

@@ -35,6 +35,7 @@ from streamrl.engine.messages import (
     CheckpointSaved,
     DrawnGroup,
     Drop,
+    Generate,
     Generated,
     Interrupted,
     PromptsDrawn,
@@ -327,7 +328,7 @@ class LedgerReader(MessageReader):
         self._oldest: dict[int, int] = {}
         """By rollout that is open to the primary trainer: the oldest version of its tokens."""
         self._aborted_at: dict[int, int] = {}
-        """By rollout with several attempts: its number of tokens after the last abort."""
+        """By rollout with several attempts: its number of tokens after the last abort, or the last turn."""
         self._staleness = 0
         self._has_ended = False
         """Whether the run has wound down. Then no rollout may be open."""
@@ -359,6 +360,8 @@ class LedgerReader(MessageReader):
             Stop: self._see_end,
             SaveCheckpoint: self._keep,
         }
+        if self._has_turns:
+            yield {Generate: self._see_sent}
         if self._served is not None:
             yield from self._served.handlers()
 
@@ -408,6 +411,7 @@ class LedgerReader(MessageReader):
             self._trainers[number].is_there = False
         system = choose_system(trace.run.policies)
         self._leg = trace.leg
+        self._has_turns = trace.run.environment is not None
         self._is_in_line = system.consumption == "strict-fifo"
         """Whether the primary trainer takes groups in the order in which they were drawn."""
         self._max_staleness = system.staleness_bound if system.keeps_bound else None
@@ -507,8 +511,14 @@ class LedgerReader(MessageReader):
         oldest = self._oldest.get(rollout, version)  # a dropped rollout has no entry
         if version < oldest and event.tokens > self._aborted_at.get(rollout, 0):
             self._oldest[rollout] = version
-        if event.finish == "aborted" and rollout in self._oldest:
+        if (event.finish == "aborted" or self._has_turns) and rollout in self._oldest:
             self._aborted_at[rollout] = event.tokens
+
+    def _see_sent(self, command: Generate, _: float) -> None:
+        """Forget the tokens of an episode that starts over, because its environment was lost."""
+        if not command.prefix and command.rollout in self._oldest:
+            self._oldest[command.rollout] = NO_TOKEN
+            self._aborted_at.pop(command.rollout, None)
 
     def _check_staleness(self, command: Train, _: float) -> None:
         """Check the staleness of the tokens that the primary trainer trains on."""

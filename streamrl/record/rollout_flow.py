@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
+    Act,
     CheckpointSaved,
     DrawnGroup,
     Drop,
@@ -40,6 +41,9 @@ from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK
 from streamrl.record.interval_sums import IntervalSums
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.selection import Selection
+
+STARTED_OVER = "its environment was lost"
+"""Reason: the episode of a rollout started over, so that its tokens are lost."""
 
 
 class StepContents(NamedTuple):
@@ -212,6 +216,8 @@ class Flow(MessageReader):
         self._rewards: dict[int, float] = {}
         self._running: set[int] = set()
         """Rollouts that a replica runs."""
+        self._without_environment: set[int] = set()
+        """Rollouts whose environment was lost since their last turn began."""
         self._unwanted: set[int] = set()
         """Running rollouts that no trainer needs any more."""
         self._drawn_for: dict[int, int] = {}
@@ -337,8 +343,19 @@ class Flow(MessageReader):
         for rollout, tokens, version in kept_of(drawn):
             self._tokens[rollout], self._born[rollout] = tokens, version
 
-    def _begin_attempt(self, command: Generate, _: float) -> None:
-        self._running.add(command.rollout)
+    def _begin_attempt(self, command: Generate, time: float) -> None:
+        rollout = command.rollout
+        self._running.add(rollout)
+        if self._without_environment and rollout in self._without_environment:
+            self._without_environment.remove(rollout)
+            if not command.prefix:
+                self._start_over(rollout, time)
+
+    def _start_over(self, rollout: int, time: float) -> None:
+        """Forget the tokens of an episode whose environment was lost."""
+        self._lose(self._lost.slot_of(time), STARTED_OVER, self._tokens[rollout])
+        self._tokens[rollout] = 0
+        self._born.pop(rollout, None)
 
     def _end_attempt(self, event: Generated, _: float) -> None:
         rollout, tokens = event.rollout, event.tokens
@@ -357,6 +374,8 @@ class Flow(MessageReader):
     def _fail(self, event: Failed, _: float) -> None:
         if isinstance(event.command, Generate):
             self._stop(event.command.rollout)
+        elif isinstance(event.command, Act) and event.command.rollout in self._tokens:
+            self._without_environment.add(event.command.rollout)
 
     def _stop(self, rollout: int) -> None:
         self._running.discard(rollout)
@@ -396,6 +415,8 @@ class Flow(MessageReader):
         self._forget([rollout for rollout in gone if rollout not in running])
 
     def _forget(self, rollouts: Iterable[int]) -> None:
+        if self._without_environment:
+            self._without_environment.difference_update(rollouts)
         columns: list[dict[int, Any]] = [self._tokens, self._born, self._rewards, self._lost_in]
         for column in filter(None, columns):
             for rollout in rollouts:

@@ -5,6 +5,8 @@
 of the run         wanted, replicas, lost, has prompts, has last prompts, push, verifying, and
                    "replica X" by activity
 of each trainer    its activities, and the waiting, ungenerated and unverified rollouts of its next step
+
+A run with environments also has "acting" and "environments starting".
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from streamrl.engine.messages import (
+    Act,
     CheckpointSaved,
     Drop,
     Event,
     Failed,
     Generate,
     Generated,
+    Observed,
     PromptsDrawn,
     ReplicaLost,
     ReplicaStopped,
@@ -91,8 +95,13 @@ class ChangeReader(MessageReader):
         prompts = [run.as_seen_by(trainer).algorithm.prompts_per_step for trainer in trainers]
         self._sources: list[_Source] = [
             _RunChanges(run.rollout.replicas, run.algorithm.steps, is_endless=trace.is_endless),
-            *(_RolloutChanges(n, prompts[n], n not in joined) for n in trainers),
+            *(
+                _RolloutChanges(n, prompts[n], n not in joined, run.environment is not None)
+                for n in trainers
+            ),
         ]
+        if run.environment is not None:
+            self._sources.append(_ActingChanges())
         if run.verifier.pool is not None:
             self._sources.append(_VerifyingChanges())
         self._untaken = [
@@ -244,15 +253,50 @@ class _VerifyingChanges(_Source):
             self._add(-1, time)
 
 
+class _ActingChanges(_Source):
+    """Counts the environments that start or act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: dict[int, str] = {}
+        """By rollout: what its environment does."""
+
+    def handlers(self) -> Iterator[Handlers]:
+        yield {
+            Act: self._begin,
+            Observed: lambda event, time: self._end(event.rollout, time),
+            Failed: self._fail,
+        }
+
+    def _begin(self, command: Act, time: float) -> None:
+        what = self._running[command.rollout] = (
+            "environments starting" if command.starts else "acting"
+        )
+        self.changes.append(CountChange(time, what, 1))
+
+    def _end(self, rollout: int, time: float) -> None:
+        self.changes.append(CountChange(time, self._running.pop(rollout), -1))
+
+    def _fail(self, event: Failed, time: float) -> None:
+        if isinstance(event.command, Act):
+            self._end(event.command.rollout, time)
+
+
 class _RolloutChanges(_Source):
     """Counts the rollouts that wait for a replica, and those that the next step of a trainer lacks.
+
+    A rollout whose environment starts or acts counts as generating: it lacks output, and no replica.
 
     If the next step does not have all its groups yet, every rollout in progress may still belong to
     it. Then all of them count as lacking.
     """
 
-    def __init__(self, trainer: int, prompts_per_step: int, has_joined: bool) -> None:
+    def __init__(
+        self, trainer: int, prompts_per_step: int, has_joined: bool, has_turns: bool = False
+    ) -> None:
         super().__init__()
+        self._has_turns = has_turns
+        """Whether rollouts have environments, and so may have several turns."""
         self._trainer = trainer
         self._prompts_per_step = prompts_per_step
         self._has_joined = has_joined
@@ -286,6 +330,12 @@ class _RolloutChanges(_Source):
             Drop: self._drop,
             Entry: self._end_entry,
         }
+        if self._has_turns:
+            yield {
+                Observed: lambda event, _: self._move(event.rollout, WAITING),
+                Act: lambda command, _: self._move(command.rollout, GENERATING),
+                Verify: lambda command, _: self._move(command.rollout, UNVERIFIED),
+            }
 
     def _end_entry(self, _entry: Entry, time: float) -> None:
         """Record the changes of the counts by all messages of an entry together."""
@@ -310,14 +360,16 @@ class _RolloutChanges(_Source):
             drawn = {group.group: group.rollouts for group in event.groups}
             rollouts = [*chain.from_iterable(drawn.values())]
             self._groups.update(drawn)
-            self._places.update(dict.fromkeys(rollouts, WAITING))
-            self._counts[WAITING] += len(rollouts)
+            first = GENERATING if self._has_turns else WAITING
+            self._places.update(dict.fromkeys(rollouts, first))
+            self._counts[first] += len(rollouts)
 
     def _send(self, command: Generate, _: float) -> None:
         self._move(command.rollout, GENERATING)
 
     def _end_attempt(self, event: Generated, _: float) -> None:
-        self._move(event.rollout, WAITING if event.finish == "aborted" else UNVERIFIED)
+        is_over = event.finish != "aborted" and not self._has_turns
+        self._move(event.rollout, UNVERIFIED if is_over else WAITING)
 
     def _end_verify(self, event: Verified, _: float) -> None:
         self._move(event.rollout, READY)
@@ -325,6 +377,8 @@ class _RolloutChanges(_Source):
     def _fail(self, event: Failed, _: float) -> None:
         if isinstance(event.command, Generate):
             self._move(event.command.rollout, WAITING)
+        elif isinstance(event.command, Act):
+            self._move(event.command.rollout, GENERATING)
 
     def _move(self, rollout: int, stage: int) -> None:
         before = self._places.get(rollout)

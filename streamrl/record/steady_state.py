@@ -37,6 +37,7 @@ from streamrl.engine.messages import (
     RunStarted,
     Stepped,
     TrainerLost,
+    Verified,
 )
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
@@ -322,21 +323,20 @@ def _without_trend(values: Floats) -> Floats:
 
 def read_steps(trace: Trace) -> LeaderSteps:
     """Read the steps of the primary trainer from a trace."""
-    steps = LeaderSteps()
+    steps = LeaderSteps(trace.run.environment is not None)
     for time, event, commands in trace.entries:
         steps.record(time, event, commands)
     return steps
 
 
 OF_STEPS: set[type[Event]] = {
-    Generated,
     Stepped,
     CheckpointSaved,
     RunStarted,
     TrainerLost,
     ReplicaLost,
 }
-"""Events that `record` uses. It returns early for all others, because it is called for every event."""
+"""Events that `LeaderSteps` uses besides the one that ends a rollout."""
 
 
 class LeaderSteps:
@@ -345,7 +345,10 @@ class LeaderSteps:
     The first step after a loss lasts from the end of the last step that was kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_turns: bool = False) -> None:
+        """Start without steps; with `has_turns` a rollout is finished when its reward is known, not when a turn ends."""
+        self.reads = OF_STEPS | {Verified if has_turns else Generated}
+        """Events that `record` uses. It returns early for all others, because it may be called for every event."""
         self.ended_at = array("d")
         self.num_generated = array("q")
         """Rollouts that finished during each step."""
@@ -369,11 +372,13 @@ class LeaderSteps:
 
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Read one entry of a trace."""
-        if type(event) not in OF_STEPS:
+        if type(event) not in self.reads:
             return
         match event:
             case Generated():
                 self._generated += event.finish != "aborted"
+            case Verified():
+                self._generated += 1
             case Stepped(_, trainer) if trainer == LEADER:
                 self._end_step(time)
             case CheckpointSaved(version, trainer) if trainer == LEADER:

@@ -92,6 +92,8 @@ class Timeline(NamedTuple):
     """The whole attempts that ended since the part before."""
     prefills: dict[int, Floats]
     """By replica: a row (start, end) for each time in which prefixes were computed. These are parts of its "generate" spans."""
+    recomputed: dict[int, Floats]
+    """The same for the parts of these times in which tokens were computed again."""
     kinds: dict[int, int]
     """By replica: its kind, if it is not the first kind."""
     end: float
@@ -169,6 +171,8 @@ class TimelineReader(MessageReader):
         """By replica: a row (start, end, rollout) for each attempt, or part of one, that was not returned yet."""
         self._prefills: dict[int, Floats] = {}
         """The same for the prefills of attempts."""
+        self._recomputed: dict[int, Floats] = {}
+        """The same for the parts of prefills that computed tokens again."""
         self._loads: Spans = defaultdict(list)
         self._starts: Spans = defaultdict(list)
         self._starting: dict[int, float] = {}
@@ -246,8 +250,9 @@ class TimelineReader(MessageReader):
         starts, loads = (_take_each(spans, since, until) for spans in (self._starts, self._loads))
         ended = self._attempts.take()
         self._add_attempts(ended)
-        attempts, prefills = (
-            _take_rows(rows, since, until) for rows in (self._generating, self._prefills)
+        attempts, prefills, recomputed = (
+            _take_rows(rows, since, until)
+            for rows in (self._generating, self._prefills, self._recomputed)
         )
         return Timeline(
             replicas={
@@ -266,6 +271,10 @@ class TimelineReader(MessageReader):
                 replica: _subtract_rows(_union(rows)[:, :2], loads.get(replica, []))
                 for replica, rows in prefills.items()
             },
+            recomputed={
+                replica: _subtract_rows(_union(rows)[:, :2], loads.get(replica, []))
+                for replica, rows in recomputed.items()
+            },
             kinds=self._kinds,
             end=until,
         )
@@ -280,6 +289,9 @@ class TimelineReader(MessageReader):
         prefilled = np.minimum(start + ended.prefill_time, end)
         _add_rows(self._generating, ended, end, end > start)
         _add_rows(self._prefills, ended, prefilled, ended.prefill_time > 0)
+        if (again := ended.recompute_time > 0).any():
+            recomputed = np.minimum(start + ended.recompute_time, end)
+            _add_rows(self._recomputed, ended, recomputed, again)
 
     def _begin_start(self, command: StartReplica, now: float) -> None:
         self._starting[command.replica] = now

@@ -46,6 +46,7 @@ from streamrl.runfile.units import SECONDS_PER_HOUR
 Work: TypeAlias = Literal["generating", "training", "idle"]
 WORK_OF: dict[str, Work] = {
     "prefill": "generating",
+    "recomputed-prefix": "generating",
     "decode": "generating",
     "underfilled": "generating",
     "verify": "generating",

@@ -28,6 +28,8 @@ CAUSES = {
     "skew": "the longest rollouts of a step still run while other replicas are done (stragglers)",
     "pipeline": "one side waits for the work of the other",
     "staleness": "generation is as far ahead of training as it may be",
+    "tool": "tools of the environments run, and their episodes wait",
+    "environment-start": "environments are starting, and none of them acts",
     "verifier": "rewards are being computed",
     "checkpoint": "a trainer writes a checkpoint",
     "backpressure": "there is no room for finished rollouts",
@@ -36,6 +38,7 @@ CAUSES = {
 """What an idle GPU waits for."""
 ACTIVITIES = {
     "prefill": "reading prompts",
+    "recomputed-prefix": "reading contexts again that the prefix cache lost while a tool ran",
     "decode": "generating tokens",
     "underfilled": "generating too, in batches so small that full ones would not have needed these seconds",
     "score": "forward passes of critic and reference",

@@ -38,6 +38,7 @@ KINDS: dict[LengthsKind, str] = {
     "groups": "prompts resampled from",
     "trace": "those of the recorded run",
     "stated": "lognormal with",
+    "episodes": "episodes resampled from",
 }
 RUN_FILE = "run file"
 

@@ -21,7 +21,7 @@ from streamrl.runfile.formatting import format_duration, long_time
 MOST_SIMULATED = 100_000
 """Most rollouts that are simulated for a page, which takes about two seconds."""
 STAGES: dict[str, tuple[str, ...]] = {
-    "generation": ("prefill", "decode", "underfilled"),
+    "generation": ("prefill", "recomputed-prefix", "decode", "underfilled"),
     "verification": ("verify",),
     "scoring": ("score",),
     "training": ("train",),
@@ -33,6 +33,8 @@ WAITS = {
     "skew": "waiting for stragglers",
     "staleness": "waiting to stay in bounds",
     "verifier": "waiting for rewards",
+    "tool": "waiting for tools",
+    "environment-start": "waiting for environments to start",
     "failure": "down after a loss",
     "checkpoint": "writing checkpoints",
     "backpressure": "waiting for room",

@@ -40,6 +40,7 @@ ACTIVITIES = {
     "checkpoint": Colour("#F0E442", "#F0E442"),
     "start-up": Colour("#999999", "#8a929b"),
     "prefill": Colour("#003C5F", "#7f9fd6"),
+    "recomputed-prefix": Colour("#5E2750", "#c08bb5"),
     "decode": Colour("#0072B2", "#2d8cc9"),
     "underfilled": Colour("#8EC1E5", "#24587c"),
     "verify": Colour("#6A3D9A", "#b295d6"),
@@ -48,6 +49,8 @@ ACTIVITIES = {
     "pipeline": Colour("#C9C9C9", "#7d858e"),
     "staleness": Colour("#8A5A83", "#a9769f"),
     "verifier": Colour("#A6761D", "#A6761D"),
+    "tool": Colour("#E7298A", "#ef6bb0"),
+    "environment-start": Colour("#F4B6C2", "#8c4a5c"),
     "backpressure": Colour("#7FD0C0", "#7FD0C0"),
     "wind-down": Colour("#d9c79b", "#85764c"),
 }
