@@ -140,6 +140,81 @@ def test_the_exported_nemo_rl_file_takes_the_nodes_that_generate_out_of_the_clus
     assert found["loss_fn.use_importance_sampling_correction"] == "true"
 
 
+# Placement ----------------------------------------------------------------------------------------
+
+
+def two_sides(
+    replicas: int, tensor_parallel: int, trains: int, split: int = 1, per_node: int = 8
+) -> Run:
+    """Return a run of two sides in one pool of two nodes; `split` is the trainer's tensor parallelism."""
+    run = load_run(Path("examples/colocated.toml"))
+    pool = replace(run.cluster.pools[run.trainer.pool], nodes=2, gpus_per_node=per_node)
+    run = replace(run, cluster=replace(run.cluster, pools={run.trainer.pool: pool}))
+    trainer = replace(
+        run.trainer,
+        tensor_parallel=split,
+        data_parallel=trains // split,
+        **dict.fromkeys(("pipeline_parallel", "context_parallel", "expert_parallel"), 1),
+    )
+    rollout = replace(run.rollout, replicas=replicas, tensor_parallel=tensor_parallel)
+    policies = replace(run.policies, system="one-step-async")
+    return replace(run, rollout=rollout, trainer=trainer, policies=policies)
+
+
+SIDES = [(6, 2, 4, 1), (3, 4, 4, 1), (1, 4, 12, 4), (1, 4, 12, 1), (2, 2, 12, 2), (10, 1, 6, 2)]
+
+
+def parts_of(run: Run) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the count and the GPUs of verl's parts of nodes, for the replicas and the trainer."""
+    found, _, _ = read_script(script_of(run, "verl"))
+    of_rollout = "actor_rollout_ref.rollout."
+    rollout, trainer = (
+        (int(found[f"{side}nnodes"]), int(found[f"{side}n_gpus_per_node"]))
+        for side in (of_rollout, "trainer.")
+    )
+    return rollout, trainer
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_the_parts_of_nodes_that_verl_is_given_fit_on_the_nodes(sides: tuple[int, ...]) -> None:
+    run = two_sides(*sides)
+    rollout, trainer = parts_of(run)
+    assert rollout[0] * rollout[1] == run.rollout.num_gpus
+    assert trainer[0] * trainer[1] == run.trainer.num_gpus
+    assert rollout[1] % run.rollout.gpus_per_replica == 0
+    assert trainer[1] % run.trainer.tensor_parallel == 0
+    free = [8, 8]
+    for size in sorted([rollout[1]] * rollout[0] + [trainer[1]] * trainer[0], reverse=True):
+        node = next((place for place, left in enumerate(free) if left >= size), None)
+        assert node is not None, f"no node has {size} GPUs left: {rollout}, {trainer}"
+        free[node] -= size
+
+
+def test_sides_that_would_split_a_replica_over_nodes_have_no_script() -> None:
+    run = two_sides(1, 8, 8)
+    assert parts_of(run) == ((1, 8), (1, 8))
+    with pytest.raises(RunError, match=r"verl cannot place the plan: .* split over nodes"):
+        script_of(two_sides(1, 4, 8, 4, per_node=6), "verl")
+    with pytest.raises(RunError, match="after the 2 GPUs of the trainer"):
+        script_of(two_sides(3, 4, 2), "slime")
+
+
+def test_slime_is_told_how_many_gpus_a_node_has_not_how_many_a_side_uses() -> None:
+    found, _, _ = read_script(script_of(two_sides(3, 4, 4), "slime"))
+    assert found["--num-gpus-per-node"] == "8"
+
+
+def test_nemo_rl_shares_only_a_single_node_between_the_sides() -> None:
+    found, _, _ = read_script(script_of(two_sides(1, 4, 4), "nemo-rl"))
+    resources = "policy.generation.colocated.resources"
+    assert (found["cluster.num_nodes"], found["cluster.gpus_per_node"]) == ("1", "8")
+    assert (found[f"{resources}.num_nodes"], found[f"{resources}.gpus_per_node"]) == ("1", "4")
+    found, _, _ = read_script(script_of(two_sides(2, 4, 8), "nemo-rl"))
+    assert (found["cluster.num_nodes"], found[f"{resources}.num_nodes"]) == ("2", "1")
+    with pytest.raises(RunError, match=r"nemo-rl cannot place the plan: .* whole nodes"):
+        script_of(two_sides(6, 2, 4), "nemo-rl")
+
+
 # Every framework ----------------------------------------------------------------------------------
 
 

@@ -21,10 +21,10 @@ args=(
   "policy.sequence_packing.train_mb_tokens=22048"  # trainer.max_tokens_per_pass=16384, and the longest rollout must fit; examples/configs/grpo_math_1B.yaml
   "policy.sequence_packing.logprob_mb_tokens=22048"  # trainer.max_tokens_per_pass=16384, and the longest rollout must fit; examples/configs/grpo_math_1B.yaml
   "cluster.num_nodes=6"  # nodes of both sides; examples/configs/grpo_math_1B.yaml
-  "cluster.gpus_per_node=8"  # the number of GPUs on each node, alike on both sides,; examples/configs/grpo_math_1B.yaml
+  "cluster.gpus_per_node=8"  # GPUs on each node, alike on both sides; examples/configs/grpo_math_1B.yaml; nemo_rl/algorithms/grpo.py: the sides share a node only if it is the only one
   "policy.generation.colocated.enabled=false"  # policies.system; examples/configs/grpo_math_1B.yaml
   "policy.generation.colocated.resources.num_nodes=4"  # nodes of the replicas; examples/configs/grpo_math_1B.yaml
-  "policy.generation.colocated.resources.gpus_per_node=8"  # their GPUs on each; examples/configs/grpo_math_1B.yaml
+  "policy.generation.colocated.resources.gpus_per_node=8"  # GPUs of the replicas on each node; examples/configs/grpo_math_1B.yaml
   "ppo.async_ppo.enabled=true"  # examples/configs/ppo_math_1B.yaml (0352cb7)
   "ppo.async_ppo.max_trajectory_age_steps=1"  # policies.max_staleness; examples/configs/ppo_math_1B.yaml (0352cb7)
   "ppo.async_ppo.in_flight_weight_updates=false"  # policies.weight_sync; examples/configs/ppo_math_1B.yaml (0352cb7)

@@ -21,12 +21,12 @@ args=(
   "actor_rollout_ref.actor.use_dynamic_bsz=true"  # verl/trainer/config/actor/actor.yaml
   "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=22048"  # trainer.max_tokens_per_pass=16384, and the longest rollout must fit; verl/trainer/config/actor/actor.yaml
   "actor_rollout_ref.model.use_remove_padding=true"  # trainer.packing; verl/trainer/config/model/hf_model.yaml
-  "trainer.nnodes=2"  # nodes of the trainer; verl/trainer/config/ppo_trainer.yaml
-  "trainer.n_gpus_per_node=8"  # its GPUs on each; verl/trainer/config/ppo_trainer.yaml
+  "trainer.nnodes=2"  # parts of nodes for the trainer; verl/trainer/config/ppo_trainer.yaml
+  "trainer.n_gpus_per_node=8"  # GPUs of the trainer in each part of a node; verl/trainer/config/ppo_trainer.yaml; verl/single_controller/ray/base.py: each part is packed into one node, and a node may have several
   "trainer.v1.trainer_mode=separate_async"  # verl/trainer/config/ppo_trainer.yaml
   "actor_rollout_ref.hybrid_engine=false"  # verl/trainer/ppo/v1/trainer_separate_async.py of 0.9.1: no replicas on the trainer's GPUs; the commit above reads it nowhere in V1
-  "actor_rollout_ref.rollout.nnodes=4"  # nodes of the replicas; verl/trainer/config/rollout/rollout.yaml
-  "actor_rollout_ref.rollout.n_gpus_per_node=8"  # their GPUs on each; verl/trainer/config/rollout/rollout.yaml
+  "actor_rollout_ref.rollout.nnodes=4"  # parts of nodes for the replicas; verl/trainer/config/rollout/rollout.yaml
+  "actor_rollout_ref.rollout.n_gpus_per_node=8"  # GPUs of the replicas in each part of a node; verl/trainer/config/rollout/rollout.yaml; verl/workers/rollout/replica.py: the GPUs of a replica on one node are at most these
   "trainer.v1.separate_async.parameter_sync_step=1"  # framework.optimizer_steps; verl/trainer/config/ppo_trainer.yaml
   "trainer.v1.separate_async.num_warmup_batches=1"  # policies.max_staleness, at least 1; verl/trainer/ppo/v1/trainer_separate_async.py: batches that are generated before the first step
   "trainer.v1.sampler.max_off_policy_threshold=1"  # policies.max_staleness; verl/trainer/config/ppo_trainer.yaml

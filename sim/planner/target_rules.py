@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from streamrl.export.launch_file import why_not_placed
+from streamrl.export.option_table import ExportName
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import load_framework
@@ -26,6 +28,8 @@ Mask = NDArray[np.bool_]
 class _Size(NamedTuple):
     pool: str
     num_gpus: int
+    together: int
+    """GPUs of a replica, or of a tensor-parallel group."""
 
 
 class TargetRules:
@@ -44,6 +48,8 @@ class TargetRules:
         """The first mode with sides that share GPUs, and the first with sides that do not."""
         self._known: dict[tuple[Replicas | Degrees, bool], str] = {}
         """Answers about each layout of a side, and whether the sides share GPUs."""
+        self._of_pairs: dict[tuple[tuple[str, int], tuple[str, int]], str] = {}
+        """Answers about sizes of two sides that do not share GPUs."""
 
     def keep_modes(self, modes: Iterable[Mode], cut: Counter[str]) -> list[Mode]:
         """Return the modes that the target can run.
@@ -92,7 +98,9 @@ class TargetRules:
         train = np.array([not self._of_trainer(each, shares) for each in trainers])
         found: Mask = is_open & generate[:, None] & train[None, :]
         for (first, rows), (second, columns) in product(_by_size(replicas), _by_size(trainers)):
-            if reason := self._of_sizes(first, second, shares):
+            reason = self._of_sizes(first, second, shares)
+            if reason or self._is_unplaced(replicas[rows[0]], trainers[columns[0]], shares):
+                reason = reason or f"not run by {self._target}: rollout.replicas"
                 block = np.ix_(rows, columns)
                 cut[reason] += int(found[block].sum())
                 found[block] = False
@@ -120,7 +128,26 @@ class TargetRules:
         """Return why two sides of these sizes cannot run beside each other."""
         if shares or self._target == "execute":
             return ""
-        return self._judge(self._plain_replicas(*generate), self._plain_trainer(*train), shares)
+        key = (generate[:2], train[:2])
+        if key not in self._of_pairs:
+            plain = self._plain_replicas(*generate[:2]), self._plain_trainer(*train[:2])
+            self._of_pairs[key] = self._judge(*plain, shares)
+        return self._of_pairs[key]
+
+    def _is_unplaced(self, replicas: Replicas, trainer: Degrees, shares: bool) -> bool:
+        """Whether the framework has no placement for the GPUs of both sides."""
+        own, framework = self._run, framework_of_target(self._target)
+        return any(
+            why_not_placed(
+                name,
+                replicas.change(own.rollout),
+                trainer.change(own.trainer),
+                own.cluster.pools,
+                shares_gpus=shares,
+            )
+            for name in get_args(ExportName)
+            if name == framework
+        )
 
     def _judge(self, replicas: Replicas, trainer: Degrees, shares: bool) -> str:
         mode = self._modes.get(shares)
@@ -151,8 +178,12 @@ def _by_size(sides: Sequence[Replicas | Degrees]) -> list[tuple[_Size, list[int]
     """Return the pool and GPUs of each side, of replicas those of the first kind, with the indices of such sides."""
     found: dict[_Size, list[int]] = defaultdict(list)
     for index, side in enumerate(sides):
-        first = side.kinds[0] if isinstance(side, Replicas) else side
-        found[_Size(first.pool, first.num_gpus)].append(index)
+        if isinstance(side, Replicas):
+            first = side.kinds[0]
+            size = _Size(first.pool, first.num_gpus, first.gpus_per_replica)
+        else:
+            size = _Size(side.pool, side.num_gpus, side.tensor_parallel)
+        found[size].append(index)
     return list(found.items())
 
 

@@ -18,11 +18,18 @@ from streamrl.export.option_table import (
     Relation,
     load_options,
 )
-from streamrl.export.planned_values import PlannedValue, planned_facts, planned_values
+from streamrl.export.planned_values import (
+    PlannedValue,
+    planned_facts,
+    planned_machines,
+    planned_values,
+)
 from streamrl.hardware.profiles import load_model
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import Framework, Value, load_framework
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 
 class Argument(NamedTuple):
@@ -86,6 +93,20 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
     )
 
 
+def why_not_placed(
+    name: ExportName,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    pools: dict[str, PoolConfig],
+    *,
+    shares_gpus: bool,
+) -> str:
+    """Return why a framework has no placement for the GPUs of both sides; "" if it has one."""
+    needed = {option.of for option in load_options(name).options}
+    machines = planned_machines(rollout, trainer, pools, shares_gpus=shares_gpus)
+    return next((each.refusal for each in machines if each.name in needed and each.refusal), "")
+
+
 def check_relations(relations: Iterable[Relation], values: dict[str, Value]) -> None:
     """Raise `RunError` if options contradict each other by the framework's own rules."""
     for relation in relations:
@@ -119,6 +140,10 @@ def _arguments(
             if named is not None:
                 yield Argument(option, named, planned.key)
             continue
+        if planned.value is None and planned.refusal:
+            replicas, name = values["replicas"], table.framework
+            text = f"{name} cannot place the plan: {planned.refusal}. Plan again with --for {name}"
+            raise RunError(replicas.key, replicas.value, text=text)
         if planned.value is None:
             text = f"{option.name} of {table.framework} takes a whole number, and {planned.key} is none"
             raise RunError(planned.key, None, text=text)

@@ -13,6 +13,11 @@ from typing import NamedTuple
 from msgspec.structs import asdict
 
 from streamrl.engine.presets import choose_system
+from streamrl.export.placement import (
+    place_in_parts,
+    place_on_whole_nodes,
+    why_replicas_are_split,
+)
 from streamrl.hardware.parallelism import end_stage_layers
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
@@ -41,6 +46,8 @@ class PlannedValue(NamedTuple):
     value: Value | None
     plain: tuple[Value | None, ...] | None = None
     """Values that need no mention if no option takes them; None means never."""
+    refusal: str = ""
+    """Why the plan has no value, if an option needs one."""
 
 
 def planned_values(run: Run) -> dict[str, PlannedValue]:
@@ -50,7 +57,9 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
         _generation(run.rollout, run.costs.engine, run.model.dtype, run.trainer.dtype),
         _training(run.trainer, longest_sequence(run.rollout, run.workload, run.environment)),
         _stages(run.trainer, load_model(run.model).num_layers),
-        _machines(run.rollout, run.trainer, run.cluster.pools, run.policies.shares_gpus),
+        planned_machines(
+            run.rollout, run.trainer, run.cluster.pools, shares_gpus=run.policies.shares_gpus
+        ),
     )
     found = [value for part in parts for value in part]
     found += [
@@ -243,27 +252,48 @@ def _stages(trainer: TrainerConfig, num_layers: int) -> Iterator[PlannedValue]:
     yield PlannedValue("last_stage_layers", key, last)
 
 
-def _machines(
+def planned_machines(
     rollout: RolloutConfig,
     trainer: TrainerConfig,
     pools: dict[str, PoolConfig],
+    *,
     shares_gpus: bool,
 ) -> Iterator[PlannedValue]:
-    generate = _Nodes.of(pools, rollout.pool, rollout.num_gpus)
-    train = _Nodes.of(pools, trainer.pool, trainer.num_gpus)
+    """Yield the nodes and GPUs of both sides, in the terms of each framework; None where it has no placement."""
+    parts = place_in_parts(rollout, trainer, pools, shares_gpus=shares_gpus)
     yield PlannedValue("rollout_gpus", "GPUs of all replicas", rollout.num_gpus)
-    yield PlannedValue("rollout_nodes", "nodes of the replicas", generate.nodes)
-    yield PlannedValue("rollout_gpus_per_node", "their GPUs on each", generate.per_node)
-    yield PlannedValue("trainer_nodes", "nodes of the trainer", train.nodes)
-    yield PlannedValue("trainer_gpus_per_node", "its GPUs on each", train.per_node)
-    nodes = (generate.nodes, train.nodes)
-    both = max(nodes) if shares_gpus else sum(nodes)
-    yield PlannedValue("all_nodes", "nodes of both sides", both)
-    alike = generate.per_node if generate.per_node == train.per_node else None
-    yield PlannedValue(
-        "gpus_per_node", "the number of GPUs on each node, alike on both sides,", alike
-    )
+    for side, found in (("rollout", parts.rollout), ("trainer", parts.trainer)):
+        whose = "the replicas" if side == "rollout" else "the trainer"
+        count, gpus = found or (None, None)
+        key = f"parts of nodes for {whose}"
+        yield PlannedValue(f"{side}_nodes", key, count, refusal=parts.refusal)
+        key = f"GPUs of {whose} in each part of a node"
+        yield PlannedValue(f"{side}_gpus_per_node", key, gpus, refusal=parts.refusal)
+    yield from _whole_nodes(rollout, trainer, pools, shares_gpus=shares_gpus)
+    split = why_replicas_are_split(rollout, trainer, pools, shares_gpus=shares_gpus)
+    per_node = None if split else pools[rollout.pool].gpus_per_node
+    key = "gpus_per_node of the replicas' pool"
+    yield PlannedValue("node_gpus", key, per_node, refusal=split)
     yield PlannedValue("is_colocated", "policies.system", shares_gpus)
+
+
+def _whole_nodes(
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    pools: dict[str, PoolConfig],
+    *,
+    shares_gpus: bool,
+) -> Iterator[PlannedValue]:
+    """Yield the nodes of a cluster whose sides have whole nodes of their own."""
+    found = place_on_whole_nodes(rollout, trainer, pools, shares_gpus=shares_gpus)
+    count, gpus = found.rollout or (None, None)
+    for name, key, value in (
+        ("all_nodes", "nodes of both sides", found.nodes),
+        ("gpus_per_node", "GPUs on each node, alike on both sides", found.gpus),
+        ("own_rollout_nodes", "nodes of the replicas", count),
+        ("own_rollout_gpus_per_node", "GPUs of the replicas on each node", gpus),
+    ):
+        yield PlannedValue(name, key, value, refusal=found.refusal)
 
 
 def _algorithm(algorithm: AlgorithmConfig) -> Iterator[PlannedValue]:
@@ -371,17 +401,6 @@ def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:
     yield PlannedValue("bucket_bytes", "sync.bucket_size", round(sync.bucket_size))
     yield PlannedValue("bucket_megabytes", "sync.bucket_size", round(sync.bucket_size / MEGABYTE))
     yield PlannedValue("lora_rank", "sync.lora_rank", sync.lora_rank)
-
-
-class _Nodes(NamedTuple):
-    nodes: int
-    per_node: int | None
-
-    @classmethod
-    def of(cls, pools: dict[str, PoolConfig], pool: str, num_gpus: int) -> _Nodes:
-        """Distribute GPUs evenly over the fewest nodes that hold them."""
-        nodes = -(-num_gpus // pools[pool].gpus_per_node)
-        return cls(nodes, _whole(num_gpus, nodes))
 
 
 def _whole(number: int, parts: int) -> int | None:
