@@ -137,9 +137,18 @@ def test_a_plan_that_is_faster_for_little_more_is_chosen_over_the_cheapest() -> 
     assert cheapest.options[0].labels[:2] == ["recommended", "cheapest"]
 
 
-def test_a_deadline_or_the_value_of_an_hour_decides_instead_of_the_tolerance() -> None:
-    assert few(SMALL).plan.takes_faster
-    for otherwise in ({"deadline": "9 d"}, {"value_of_hour": 9.0}, {"tolerance": 0.0}):
+def test_a_plan_that_is_faster_for_little_more_is_chosen_under_a_deadline_too() -> None:
+    run = few(SMALL, tolerance=0.3)
+    free = planned(run).plan
+    kept = planned(few(SMALL, tolerance=0.3, deadline="100 d")).plan
+    assert kept.allocation == free.allocation
+    assert "than the cheapest of those that meet the deadline: " in kept.why
+    assert kept.why.replace(" of those that meet the deadline", "") == free.why
+
+
+def test_the_value_of_an_hour_decides_instead_of_the_tolerance() -> None:
+    assert few(SMALL).plan.takes_faster and few(SMALL, deadline="9 d").plan.takes_faster
+    for otherwise in ({"value_of_hour": 9.0}, {"tolerance": 0.0}):
         assert not few(SMALL, **otherwise).plan.takes_faster
     assert not few(SMALL, objective="step-time").plan.takes_faster
 

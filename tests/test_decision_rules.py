@@ -20,10 +20,12 @@ from streamrl.runfile.files import write_run
 from streamrl.runfile.formatting import listing, long_time
 from streamrl.runfile.plan_config import limit_words
 from streamrl.sim.planner.alternatives import find_on_partial_nodes
+from streamrl.sim.planner.first_answer import first_answer
+from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.options import Options
 from streamrl.sim.planner.plan import write_plan
-from streamrl.sim.planner.plan_description import objective_band
+from streamrl.sim.planner.plan_description import PlanDescription, objective_band
 from streamrl.sim.planner.planner import (
     FASTEST_MIXED,
     NOT_JUDGED,
@@ -91,6 +93,43 @@ def test_a_named_plan_that_the_search_left_out_is_simulated_by_it_before_it_is_c
     assert left_out in search.speeds
     race.cheapest = left_out
     assert race.ahead_over_few_steps(chosen) is not None
+
+
+def test_a_reason_compares_plans_over_all_steps_that_both_have() -> None:
+    """A plan that looks 1 % better over a few steps, and is 3 % dearer over more, is no better plan."""
+    search, race, chosen = settled()
+    other = next(index for index in search.ranking() if index != chosen)
+    race.finals[other] = [scaled(race.finals[chosen][0], 0.99)]
+    assert " behind the best" in PlanDescription(search, race, chosen).why()
+    race.beside[other] = scaled(race.steady[chosen][0], 1.03)  # type: ignore[assignment]
+    why = PlanDescription(search, race, chosen).why()
+    assert why == "the cheapest of all that were simulated"
+
+
+def test_a_first_answer_that_differs_in_nothing_that_is_named_recommended_the_same_plan() -> None:
+    search, race, chosen = settled()
+    own = search.space.candidate(chosen)
+    alike = own._replace(replicas=own.replicas._replace(max_running=own.replicas.max_running + 1))
+    first = next(iter(first_answer(search.space.run, Here(), 0.0).plans))._replace(candidate=alike)
+    found = first_plan_of(search, race, chosen, first, {chosen: 1})
+    assert (found.option, found.reason) == (1, "")
+
+
+def test_a_first_answer_that_is_about_as_good_is_not_called_behind() -> None:
+    search, race, chosen = settled()
+    other = next(index for index in search.ranking() if index != chosen)
+    race.beside[other] = scaled(race.steady[chosen][0], 1.001)  # type: ignore[assignment]
+    candidate = search.space.candidate(other)
+    first = next(iter(first_answer(search.space.run, Here(), 0.0).plans))
+    found = first_plan_of(search, race, chosen, first._replace(candidate=candidate), {chosen: 1})
+    assert found.reason == "it is about as good by plan.objective, and not simpler"
+
+
+def settled() -> tuple[Search, Race, int]:
+    """Return a search for the cheapest plan, with its longer simulations and the plan that is chosen."""
+    search, pool = searched(tolerance=0.0), Here()
+    race = Race(search)
+    return search, race, race.settle(pool, race.run(pool, lambda: None), lambda: None)
 
 
 # The fastest plan ---------------------------------------------------------------------------------

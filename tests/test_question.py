@@ -69,9 +69,13 @@ def test_a_first_answer_recommends_by_the_rule_of_plan() -> None:
     answer = first_answer(by_time, Here(), 0.0)
     _, recommended, fastest = answer.plans
     assert recommended.candidate == fastest.candidate and "the fastest" in answer.rule
-    by_cost = replace(plain, plan=replace(plain.plan, deadline=1e9))
+    by_cost = replace(plain, plan=replace(plain.plan, tolerance=0.0))
     cheapest, recommended, _ = first_answer(by_cost, Here(), 0.0).plans
     assert recommended.candidate == cheapest.candidate
+    in_time = replace(plain, plan=replace(plain.plan, deadline=1e9))
+    answer = first_answer(in_time, Here(), 0.0)
+    assert answer.recommended.candidate == first_answer(plain, Here(), 0.0).recommended.candidate
+    assert "more than the cheapest, of those that meet the deadline" in answer.rule
 
 
 def test_nothing_is_simulated_where_there_is_no_time() -> None:

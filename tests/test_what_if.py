@@ -115,6 +115,7 @@ def test_the_rule_is_that_of_the_plan() -> None:
     assert choose(asked) == 1
     assert choose(asked._replace(deadline=40.0)) == 2
     assert choose(asked._replace(deadline=60.0)) == 1
+    assert choose(asked._replace(deadline=110.0)) == 1, "8 % dearer than the cheapest in time"
     assert choose(asked._replace(deadline=1.0)) == 2, "none keeps it, so the fastest"
     assert choose(asked._replace(value_of_hour=10.0)) == 2
     assert choose(asked._replace(value_of_hour=0.1)) == 0

@@ -406,11 +406,12 @@ def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
 
 def _rule_of(plan: PlanConfig) -> str:
     """Return by what rule a plan is recommended, in words."""
+    rule = f"{aim_of(plan)} of the plans"
     if plan.takes_faster or plan.objective == "pareto":
-        return f"the fastest plan that costs at most {plan.tolerance:.0%} more than the cheapest"
+        rule = f"the fastest plan that costs at most {plan.tolerance:.0%} more than the cheapest"
     if plan.deadline is None:
-        return f"{aim_of(plan)} of the plans"
-    return f"{aim_of(plan)} of the plans that meet {limit_words('deadline', plan.deadline)}"
+        return rule
+    return f"{rule}{', of those' if plan.takes_faster else ''} that meet {limit_words('deadline', plan.deadline)}"
 
 
 class _Figures(NamedTuple):

@@ -11,8 +11,9 @@ from streamrl.record.run_comparison import ratio_half_width
 from streamrl.sim.planner.first_answer import EstimatedPlan
 from streamrl.sim.planner.options import broken_limits
 from streamrl.sim.planner.plan import FirstPlan
+from streamrl.sim.planner.plan_settings import describe
 from streamrl.sim.planner.race import Race
-from streamrl.sim.planner.search import Search
+from streamrl.sim.planner.search import ALIKE, Search
 
 
 def first_plan_of(
@@ -28,6 +29,9 @@ def first_plan_of(
         numbers: the number of each option, by the index of its plan.
     """
     index = search.space.index_of(first.candidate)
+    pools, own = search.space.run.cluster.pools, search.space.candidate(chosen)
+    if index != chosen and describe(pools, own) == describe(pools, first.candidate):
+        index = chosen  # they differ in settings that no text about a plan names
     known = [] if index is None else race.as_known(index)
     plan = FirstPlan(
         choice=first.choice,
@@ -58,7 +62,10 @@ def _reason(search: Search, race: Race, index: int, chosen: int) -> str:
     if limits := broken_limits(plan, race.spend(index)):
         return f"it {limits}"
     if not plan.takes_faster:
-        return f"it is {race.behind(index, chosen):.1%} behind by plan.objective"
+        behind = race.behind(index, chosen)
+        if behind <= ALIKE:
+            return "it is about as good by plan.objective, and not simpler"
+        return f"it is {behind:.1%} behind by plan.objective"
     cheapest = race.cheapest
     if cheapest is not None and not race.is_tolerable(index):
         dollars, _ = race.ratios(index, cheapest)

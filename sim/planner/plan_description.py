@@ -98,8 +98,9 @@ class PlanDescription:
         if self._search.space.run.plan.takes_faster:
             return self._why_faster()
         race, chosen = self._race, self._index
-        best = min(race.finals, key=race.value)
-        alike = [index for index in race.finals if race.is_alike(index, best)]
+        rivals = race.open_finals()
+        best = min([chosen, *rivals], key=lambda index: race.behind(index, chosen))
+        alike = [index for index in rivals if race.is_alike(index, best)]
         if best == chosen or chosen not in alike:
             plan = self._search.space.run.plan
             limit = "" if plan.deadline is None else " and meet the deadline"
@@ -111,13 +112,15 @@ class PlanDescription:
 
     def _why_faster(self) -> str:
         """Return how much more the chosen plan costs than the cheapest, and how much faster it is."""
-        tolerance, cheapest = self._search.space.run.plan.tolerance, self._cheapest
+        plan, cheapest = self._search.space.run.plan, self._cheapest
+        tolerance = plan.tolerance
+        kept = "" if plan.deadline is None else " of those that meet the deadline"
         if cheapest == self._index and self._race.faster_goal is None:
             return "the cheapest; the time of the search (plan.time_limit) ended before faster plans were searched"
         if cheapest == self._index and not self._search.has_converged:
             return "the cheapest; the time of the search (plan.time_limit) ended while faster plans were searched"
         if cheapest == self._index:
-            return f"the cheapest; none that costs at most {tolerance:.0%} more is faster{self._just_dearer()}"
+            return f"the cheapest{kept}; none that costs at most {tolerance:.0%} more is faster{self._just_dearer()}"
         dollars, seconds = self._race.ratios(self._index, cheapest)
         if abs(dollars - 1) <= ALIKE and seconds > 1 - ALIKE:
             return (
@@ -126,7 +129,7 @@ class PlanDescription:
             )
         is_sure = not self._race.is_near_tolerance(self._index)
         return (
-            f"the fastest that costs at most {tolerance:.0%} more than the cheapest: {dollars - 1:.1%} dearer"
+            f"the fastest that costs at most {tolerance:.0%} more than the cheapest{kept}: {dollars - 1:.1%} dearer"
             f"{'' if is_sure else ' (within chance of that limit)'}, {1 / seconds:.2g} times as fast as "
             f"{self._text(cheapest)}{self._just_dearer()}"
         )

@@ -383,7 +383,7 @@ def _look_for_much_faster(search: Search, chosen: int, pool: Executor, progress:
     if search.is_late or not search.space.prices.any():
         return
     goal = replace(plan, objective="cost-per-million-tokens", value_of_hour=0.0)
-    with search.judged_by(replace(goal, deadline=Duration(limit))):
+    with search.judged_by(replace(goal, deadline=Duration(limit), tolerance=0.0)):
         if search.ranking():  # else no plan may be so fast
             search.simulate(pool, search.next_round(pool), progress.on("options"))
 

@@ -24,7 +24,13 @@ from streamrl.record.steady_state import Speed, over_steps, with_step_time
 from streamrl.record.whole_run import whole_time, with_bill
 from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
-from streamrl.sim.planner.objective import Spend, excess, faster_goal, limits_of
+from streamrl.sim.planner.objective import (
+    Spend,
+    excess,
+    faster_goal,
+    keeps_limits,
+    limits_of,
+)
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import (
@@ -98,9 +104,15 @@ class Race:
         return self._choose()
 
     def find_cheapest(self, pool: Executor, watch: Callable[[], None]) -> int:
-        """Return the plan to choose by cost. `plan.tolerance` refers to it from now on."""
-        self.cheapest = self.run(pool, watch)
-        return self.cheapest
+        """Return the plan to choose by cost. `plan.tolerance` refers to it from now on.
+
+        It keeps the limits of `[plan]` over all of its steps, not only over the first few.
+        """
+        cheapest = self.run(pool, watch)
+        if limits_of(self.search.space.run.plan):
+            cheapest = self.settle(pool, cheapest, watch)
+        self.cheapest = cheapest
+        return cheapest
 
     def aim_at_faster(self, cheapest: int) -> None:
         """Let the search look for the fastest plan from now on that costs little more than this one."""
@@ -127,9 +139,14 @@ class Race:
             if each in self.finals and self._stays_tolerable(pool, each, watch):
                 self._simulate_whole(pool, each, watch)
             steady = self.steady.get(each, ())
-            if steady and all(map(self.search.keeps_limits, steady)) and self.is_tolerable(each):
+            if steady and self._keep_own_limits(steady) and self.is_tolerable(each):
                 return each
         raise self.search.nothing_left(chain.from_iterable(self.steady.values()))
+
+    def _keep_own_limits(self, speeds: Iterable[Speed]) -> bool:
+        """Whether simulations keep the limits of `[plan]`, whatever the goal of the search is."""
+        search = self.search
+        return all(keeps_limits(search.space.run.plan, search.spend_of(each)) for each in speeds)
 
     def _that_may_finish(self, pool: Executor, watch: Callable[[], None]) -> Iterator[int]:
         """If some plans did not finish, yield the plans not tried yet, the best first, while time is left.
@@ -174,13 +191,16 @@ class Race:
     def _choose(self) -> int:
         if not self.finals:
             raise self.search.nothing_left(())
-        kept = [i for i in self.finals if self._is_open(i)]
-        ranking = sorted(kept or self.finals, key=self.value)
+        ranking = sorted(self.open_finals() or self.finals, key=self.value)
         alike = [i for i in ranking if self.is_alike(i, ranking[0])]
         least = min(map(self._second_value, alike))
         ties = [i for i in alike if self._second_value(i) <= (1 + ALIKE) * least]
         best = [i for i in ties if not any(self.dominates(other, i) for other in ranking)]
         return min(best or ties, key=self._preference)
+
+    def open_finals(self) -> list[int]:
+        """Return the finalists that keep the limits and cost at most `plan.tolerance` more than the cheapest plan."""
+        return [index for index in self.finals if self._is_open(index)]
 
     def _is_open(self, index: int) -> bool:
         """Whether a finalist keeps the limits and costs at most `plan.tolerance` more than the cheapest plan."""

@@ -99,7 +99,7 @@ def priced_plans(grid: WhatIf, question: WhatIfQuestion) -> list[PricedPlan]:
 def recommend(grid: WhatIf, question: WhatIfQuestion) -> PricedPlan | None:
     """Return the plan that the rule of `[plan]` chooses, or None if no plan fits.
 
-    A deadline chooses the cheapest plan that keeps it, and the fastest if none does. A value of an
+    Plans that miss the deadline are left out; if none keeps it, the fastest is chosen. A value of an
     hour is added to the dollars. Otherwise the fastest plan is chosen that costs at most
     `tolerance` more than the cheapest.
     """
@@ -121,7 +121,7 @@ def _by_objective(
         return min(plans, key=lambda plan: plan.hours)
     if objective == "pareto":
         return min(plans, key=lambda plan: plan.hours * plan.dollars)
-    if question.deadline is not None or question.value_of_hour > 0:
+    if question.value_of_hour > 0:
         worth = question.value_of_hour
         return min(plans, key=lambda plan: plan.dollars + worth * plan.hours)
     most = (1 + tolerance) * min(plan.dollars for plan in plans)

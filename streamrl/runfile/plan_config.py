@@ -35,8 +35,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """
     tolerance: float = 0.1
     """Share by which the chosen plan may cost more than the cheapest where it is faster: the fastest
-    of those plans is chosen. 0 chooses the cheapest. Unused with a deadline, with `value_of_hour`,
-    and where `objective` is not a cost.
+    of those plans is chosen. With a deadline or a budget, both are plans that keep it. 0 chooses the
+    cheapest. Unused with `value_of_hour`, and where `objective` is not a cost.
     """
     value_of_hour: float = 0.0
     """Dollars that an hour of waiting for the run is worth to you. They are added to the cost of
@@ -143,8 +143,7 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     @property
     def takes_faster(self) -> bool:
         """Whether a plan that is faster is chosen for a little more than the cheapest costs."""
-        decides_otherwise = self.deadline is not None or self.value_of_hour > 0
-        return self.objective in COSTS and self.tolerance > 0 and not decides_otherwise
+        return self.objective in COSTS and self.tolerance > 0 and not self.value_of_hour
 
 
 LIMITS = {

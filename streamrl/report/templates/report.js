@@ -69,7 +69,7 @@ function recommend(question) {
   }
   if (grid.objective === "step-time") return least(plans, (plan) => plan.hours);
   if (grid.objective === "pareto") return least(plans, (plan) => plan.hours * plan.dollars);
-  if (question.deadline !== null || question.worth > 0) return least(plans, (plan) => plan.dollars + question.worth * plan.hours);
+  if (question.worth > 0) return least(plans, (plan) => plan.dollars + question.worth * plan.hours);
   const most = (1 + grid.tolerance) * Math.min(...plans.map((plan) => plan.dollars));
   return least(plans.filter((plan) => plan.dollars <= most), (plan) => plan.hours);
 }
