@@ -15,8 +15,9 @@ them end a rollout, and each disagreement is reported.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -36,18 +37,26 @@ class TurnEnds(NamedTuple):
     """Disagreements between files, one line each."""
 
     @classmethod
-    def of(cls, directory: str, tokenizer: Any, *, has_chats: bool) -> TurnEnds:
+    def of(
+        cls,
+        directory: str,
+        tokenizer: Any,
+        arguments: Mapping[str, object] = MappingProxyType({}),
+        *,
+        has_chats: bool,
+    ) -> TurnEnds:
         """Read the files of a Hugging Face directory.
 
         Args:
             directory: the directory.
             tokenizer: its tokenizer.
+            arguments: arguments of its chat template.
             has_chats: whether the chat template renders prompts.
         """
         file, declared = _declared(Path(directory))
         own = getattr(tokenizer, EOS, None)
         of_tokenizer = frozenset(() if own is None else [own])
-        of_template = frozenset(_of_template(tokenizer) if has_chats else ())
+        of_template = frozenset(_of_template(tokenizer, arguments) if has_chats else ())
         notes = _notes(tokenizer, file, declared, of_tokenizer, of_template)
         return cls(declared | of_tokenizer | of_template, tuple(notes))
 
@@ -93,13 +102,13 @@ def _declared(directory: Path) -> tuple[str, frozenset[int]]:
     return GENERATION if is_there else CONFIG, frozenset()
 
 
-def _of_template(tokenizer: Any) -> Iterator[int]:
+def _of_template(tokenizer: Any, arguments: Mapping[str, object]) -> Iterator[int]:
     """Yield the last special token that the chat template puts after a turn of the model, if there is one."""
     if not getattr(tokenizer, "chat_template", None):
         return
     try:
-        question = _rendered(tokenizer, TURN[:1], add_generation_prompt=True)
-        whole = _rendered(tokenizer, TURN, add_generation_prompt=False)
+        question = _rendered(tokenizer, TURN[:1], add_generation_prompt=True, **arguments)
+        whole = _rendered(tokenizer, TURN, add_generation_prompt=False, **arguments)
     except (TemplateError, TypeError, LookupError, ValueError):
         return
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -113,12 +122,8 @@ def _of_template(tokenizer: Any) -> Iterator[int]:
     yield from [each for each in answer if each in special][-1:]
 
 
-def _rendered(
-    tokenizer: Any, chat: tuple[dict[str, str], ...], *, add_generation_prompt: bool
-) -> list[int]:
-    encoded = tokenizer.apply_chat_template(
-        list(chat), add_generation_prompt=add_generation_prompt, return_dict=True
-    )
+def _rendered(tokenizer: Any, chat: tuple[dict[str, str], ...], **arguments: object) -> list[int]:
+    encoded = tokenizer.apply_chat_template(list(chat), return_dict=True, **arguments)
     return list(encoded["input_ids"])
 
 

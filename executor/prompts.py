@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
-from streamrl.runfile.workload_config import RankerConfig
+from streamrl.runfile.workload_config import RankerConfig, WorkloadConfig
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families, prompt_family
 from streamrl.workload.prompt_order import TailBatches, make_order
-from streamrl.workload.prompt_records import EXPECTED, PromptSource, read_sources
+from streamrl.workload.prompt_records import EXPECTED, PromptSource, Record, read_sources
 from streamrl.workload.workload import Draw
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,14 @@ class PromptWorkload:
         self.records = list(chain.from_iterable(source.records for source in sources))
         """Records of all data sets, concatenated. A line is an index into this list."""
         self.prompts = [
-            encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer)
+            encode_ids(ids)
+            for source in sources
+            for ids in _tokenize(source, tokenizer, run.workload.template_arguments)
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
         has_chats = any(not isinstance(record["prompt"], str) for record in self.records)
-        ends = TurnEnds.of(str(run.model.path), tokenizer, has_chats=has_chats)
+        arguments = run.workload.template_arguments
+        ends = TurnEnds.of(str(run.model.path), tokenizer, arguments, has_chats=has_chats)
         self.end_tokens = ends.tokens
         """Token ids that end a rollout, of all files of the model."""
         self.notes = [*(note for source in sources for note in source.notes), *ends.notes]
@@ -54,9 +57,11 @@ class PromptWorkload:
         self.group_size = run.algorithm.group_size
         self.max_tokens = run.rollout.max_tokens
         """Maximum output tokens of a rollout."""
-        self._order = make_order(
-            run.workload, run.seed, [len(source.records) for source in sources]
-        )
+        self._sources = sources
+        drawable = list(self._drawable(run.workload))
+        self._lines_drawn = list(chain.from_iterable(drawable))
+        """Lines that the order of prompts counts."""
+        self._order = make_order(run.workload, run.seed, [len(lines) for lines in drawable])
         self._told = Expectations(
             run.workload.ranker,
             prompts_per_step=run.algorithm.prompts_per_step,
@@ -74,8 +79,6 @@ class PromptWorkload:
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
-        self._sources = sources
-        self._check_prompts(run.workload.max_prompt_tokens)
 
     def join(self, followers: Sequence[SecondaryTrainerConfig]) -> None:
         """Report prompt families from now on, if a secondary trainer of the run filters by family.
@@ -119,7 +122,7 @@ class PromptWorkload:
     def line(self, group: int) -> int:
         """Return the index of a group's record."""
         source = group if self._tails is None else self._tails.source(group)
-        return self._order.prompt(source)
+        return self._lines_drawn[self._order.prompt(source)]
 
     def _group(self, group: int) -> Draw:
         size = self.group_size
@@ -147,7 +150,8 @@ class PromptWorkload:
 
     def _expect(self, first: int, num: int) -> list[int]:
         """Return expected lengths from lines alone; what the run learns must not change the order of groups."""
-        return [self._expected[self._order.prompt(source)] for source in range(first, first + num)]
+        order, lines = self._order, self._lines_drawn
+        return [self._expected[lines[order.prompt(each)]] for each in range(first, first + num)]
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `ValueError` if a prompt has a token id that is not below the vocabulary size."""
@@ -161,19 +165,45 @@ class PromptWorkload:
         """Yield the file and line of each record."""
         return (source.line(at) for source in self._sources for at in range(len(source.records)))
 
-    def _check_prompts(self, most: int) -> None:
-        for line, ids, record in zip(self._lines(), self.prompts, self.records, strict=True):
-            num_tokens = count_ids(ids)
-            if not num_tokens and not record["prompt"]:
-                raise ValueError(f"{line}: the prompt is empty")
-            if not num_tokens:
-                raise ValueError(
-                    f"{line}: the tokenizer of model.path makes no token of the prompt: are its files there?"
+    def _drawable(self, workload: WorkloadConfig) -> Iterator[list[int]]:
+        """Yield the lines of each data set whose prompts are drawn; report those that are too long.
+
+        Raises:
+            ValueError: a prompt is empty, or too long for a run that refuses such prompts, or all are too long.
+        """
+        most, first = workload.max_prompt_tokens, 0
+        for source in self._sources:
+            lengths = {}
+            for at, record in enumerate(source.records):
+                line, lengths[first + at] = source.line(at), count_ids(self.prompts[first + at])
+                _check_tokens(line, lengths[first + at], record)
+                if lengths[first + at] > most and workload.overlong_prompts == "refuse":
+                    raise ValueError(
+                        f"{line}: {lengths[first + at]} prompt tokens, but workload.max_prompt_tokens is {most}; "
+                        "raise it, or leave such prompts out: --set workload.overlong_prompts=filter"
+                    )
+            first += len(source.records)
+            kept = [line for line, length in lengths.items() if length <= most]
+            num_out = len(lengths) - len(kept)
+            if num_out:
+                left_out = (
+                    f"{source.key}: {num_out} of {len(lengths)} prompts of {source.name} have more than "
+                    f"workload.max_prompt_tokens={most} tokens (longest: {max(lengths.values())})"
                 )
-            if num_tokens > most:
-                raise ValueError(
-                    f"{line}: {num_tokens} prompt tokens, but workload.max_prompt_tokens is {most}"
-                )
+                if not kept:
+                    raise ValueError(f"{left_out}; no prompt is left")
+                self.notes.append(f"{left_out} and are left out")
+            yield kept
+
+
+def _check_tokens(line: str, num_tokens: int, record: Record) -> None:
+    """Raise `ValueError` if a prompt has no token."""
+    if not num_tokens and not record["prompt"]:
+        raise ValueError(f"{line}: the prompt is empty")
+    if not num_tokens:
+        raise ValueError(
+            f"{line}: the tokenizer of model.path makes no token of the prompt: are its files there?"
+        )
 
 
 def expecting_policy(policies: PoliciesConfig, ranker: RankerConfig | None) -> str | None:
@@ -221,7 +251,9 @@ def _check_expected(sources: Sequence[PromptSource], policy: str) -> None:
                 )
 
 
-def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
+def _tokenize(
+    source: PromptSource, tokenizer: Any, arguments: Mapping[str, object]
+) -> Iterator[list[int]]:
     """Yield the token ids of each prompt: a text with the model's special tokens, a chat by the chat template.
 
     If the model has no chat template, a chat that the run file builds becomes a text of its messages. A chat in the
@@ -238,7 +270,7 @@ def _tokenize(source: PromptSource, tokenizer: Any) -> Iterator[list[int]]:
             continue
         try:
             encoded = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, return_dict=True
+                prompt, add_generation_prompt=True, return_dict=True, **arguments
             )
         except (TemplateError, TypeError, LookupError, ValueError) as error:
             line = source.line(at)

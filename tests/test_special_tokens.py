@@ -78,6 +78,33 @@ def test_a_chat_has_the_one_beginning_of_its_template(tmp_path: Path) -> None:
 # Ends ---------------------------------------------------------------------------------------------
 
 
+def test_the_chat_template_gets_the_arguments_of_the_run(tmp_path: Path) -> None:
+    run = real_run(tmp_path, **{"workload.template_arguments": {"thinks": False, "word": "b"}})
+    prompt = [{"role": "user", "content": "a"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "a"}))
+    ends = " {% if thinks is defined and not thinks %}{{ word }}{% endif %}"
+    (ids,) = PromptWorkload(run, tokenizer(template=TEMPLATE + ends)).prompts
+    assert decode_ids(ids).tolist() == [1, 3, 7, 5, 4, 9, 3, 8, 6]
+
+
+def test_overlong_prompts_are_refused_or_left_out_and_counted(tmp_path: Path) -> None:
+    def workload(**keys: Any) -> PromptWorkload:
+        run = real_run(tmp_path, **{"workload.max_prompt_tokens": 50, **keys})
+        lines = [{"prompt": "a " * n, "answer": "a"} for n in (10, 90, 20, 120, 30)]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return PromptWorkload(run, tokenizer())
+
+    with pytest.raises(ValueError, match=r"jsonl:2: 91 prompt tokens, .*overlong_prompts=filter"):
+        workload()
+    filtered = workload(**{"workload.overlong_prompts": "filter"})
+    assert {filtered.line(group) for group in range(30)} == {0, 2, 4}
+    (note,) = (note for note in filtered.notes if "left out" in note)
+    assert "2 of 5 prompts" in note and "longest: 121" in note
+    none = {"workload.max_prompt_tokens": 5, "workload.lengths.prompt_tokens": 1}
+    with pytest.raises(ValueError, match=r"5 of 5 prompts.*no prompt is left"):
+        workload(**none, **{"workload.overlong_prompts": "filter"})
+
+
 def ends_of(directory: Path, made: Any, *, has_chats: bool = True, **files: Any) -> TurnEnds:
     for name, end in files.items():
         (directory / f"{name}.json").write_text(json.dumps({"eos_token_id": end}))

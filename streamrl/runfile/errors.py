@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf, isfinite
+from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from streamrl.runfile.units import Bandwidth, Duration, Size
@@ -55,6 +56,7 @@ TYPES: dict[type, str] = {
     str: "a text",
     list: "a list",
     dict: "a table",
+    UnionType: "a text, a number, or true or false",
     Bandwidth: "a bandwidth such as '80 Gbps'",
     Duration: "a duration such as '20 ms'",
     Size: "a size such as '96 GB'",

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
-from types import NoneType
+from types import NoneType, UnionType
 from typing import (
     Any,
     Literal,
@@ -125,6 +125,8 @@ def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iter
 def _fits(value: Any, kind: Kind) -> bool:
     """Whether a value is of a type, whatever its entries are."""
     allowed = allowed_by(kind)
+    if allowed is UnionType:
+        return any(_fits(value, each) for each in get_args(kind))
     if isinstance(allowed, OneOf):
         return any(type(value) is type(name) and value == name for name in allowed)
     if allowed is list:

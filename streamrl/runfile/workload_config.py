@@ -154,8 +154,14 @@ class WorkloadConfig(Section, frozen=True, kw_only=True):
     """Order of prompts. shuffled: shuffled in every epoch by the run's seed. file: in the order of
     the file in every epoch, for example from easy to hard.
     """
+    template_arguments: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
+    """Executed: arguments of the model's chat template, such as { enable_thinking = false }."""
     max_prompt_tokens: int = 2048
-    """Maximum tokens of a prompt; a run with a longer one does not begin."""
+    """Maximum tokens of a prompt."""
+    overlong_prompts: Literal["refuse", "filter"] = "refuse"
+    """Executed: prompts above `max_prompt_tokens`. refuse: a run with one does not begin. filter: they
+    are never drawn; the run reports how many of each data set.
+    """
     informative_share: float = 1.0
     """Simulated: share of rollouts with a non-zero advantage. Without a KL term the trainer skips
     the others.
