@@ -8,7 +8,6 @@ What the framework that a run names fills in is its default there.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
@@ -17,6 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 import tomli_w
 
+from streamrl.runfile.bases import (
+    has_secrets,
+    read_merged,
+    restored,
+    with_variables,
+    without_secrets,
+)
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import OneOf, RunError, raise_all
@@ -61,7 +67,7 @@ def write_run(
     if run.execute.output == ExecuteConfig().output and OUTPUT not in stated:
         del paths[OUTPUT]  # a default that is not written stays
     run = with_paths(run, {key: os.path.relpath(each, path.parent) for key, each in paths.items()})
-    table = run_table(run, stated)
+    table = without_secrets(run_table(run, stated))
     head = "".join(f"# {note}\n" for note in notes)
     path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
 
@@ -174,7 +180,7 @@ def _read_source(
     if isinstance(source, Mapping):
         table = plain_table(source)
         apply_changes(table, overrides)
-        return table, Path()
+        return with_variables(table), Path()
     return read_table(Path(source), overrides), Path(source).parent
 
 
@@ -190,17 +196,11 @@ def change_run(run: Run, overrides: Changes) -> Run:
 
 
 def read_table(path: Path, overrides: Changes = ()) -> dict[str, Any]:
-    """Read the run file at `path` as TOML gives it, with changes applied; see `load_run` for the errors."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such run file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of TOML, text, huge numbers or deep nesting
-        raise ValueError(f"{path}: not a TOML file: {error}") from None
+    """Read the run file at `path` and its bases, with changes applied; see `load_run` for the errors."""
+    table = read_merged(path)
     apply_changes(table, overrides)
-    return table
+    changed: dict[str, Any] = with_variables(table)
+    return changed
 
 
 def make_run(table: dict[str, Any], base: Path = Path()) -> Run:
@@ -247,14 +247,20 @@ def decode_run(data: bytes) -> Run:
         ValueError: the data is not a run.
     """
     try:
+        if b"${" in data:
+            table = restored(msgspec.json.decode(data))
+            return msgspec.convert(table, Run, dec_hook=_restore_quantity)
         return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
     except (msgspec.MsgspecError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
 
 
 def encode_run(run: Run) -> bytes:
-    """Write a run as JSON, quantities in base units."""
-    return msgspec.json.encode(run, enc_hook=float)
+    """Write a run as JSON, quantities in base units, and no values of secrets."""
+    data = msgspec.json.encode(run, enc_hook=float)
+    if not has_secrets():
+        return data
+    return msgspec.json.encode(without_secrets(msgspec.json.decode(data)))
 
 
 def values_by_key(run: Run) -> dict[str, object]:

@@ -47,6 +47,7 @@ EXAMPLES: dict[type, str] = {Bandwidth: '"80 Gbps"', Duration: '"30 min"', Size:
 OF_NAMES: dict[str, str] = {
     "stop": '["</answer>"]',
     "top_k": "20",
+    "template_arguments": "{ enable_thinking = false }",
     "path": '"models/Qwen3-8B"',
     "gpu": '"h100"',
     "pool": '"h20"',
@@ -390,6 +391,12 @@ writes this page. `NAME` is a name that you choose, such as a pool's.
 
 A quantity has its unit: `"20 ms"`, `"1 day 2 h"`, `"80 Gbps"`, `"96 GB"`. A whole number may be short: `"32k"`. Paths
 are relative to the run file.
+
+A run file may build on another one: `base = "other.toml"`, above all tables. Tables are merged key by key. Other values,
+lists included, replace those of the base. A base may have a base. Paths are relative to the file that wrote them.
+
+`${NAME}` in a text is replaced by the environment variable NAME. If the name has KEY, TOKEN, SECRET, PASSWORD or
+CREDENTIAL in it, records of the run have `${NAME}` instead of the value.
 
 For completion and checks in an editor, begin a run file with `#:schema FILE`, where `streamrl explain --schema > FILE`
 wrote FILE. The extensions Even Better TOML and Taplo read it.

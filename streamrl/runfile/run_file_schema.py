@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from streamrl.runfile.bases import BASE
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
@@ -38,12 +39,14 @@ START: dict[type[Section], tuple[str, ...]] = {
 """Keys that a run file for `streamrl plan` may leave out; see `fill_start`. Other commands ask for them."""
 
 Schema = dict[str, Any]
+BASE_TEXT = "Path of a run file that this one builds on, as seen from this file."
 
 
 def run_file_schema() -> Schema:
     """Return the schema of a run file. It has every key, and refuses others."""
     schema = _section_schema(Run)
     properties = schema["properties"]
+    properties[BASE] = {"type": "string", "minLength": 1, "description": BASE_TEXT}
     followers = properties.pop(FOLLOWERS)
     one = properties[TRAINER]
     properties[TRAINER] = {"oneOf": [one, {"type": "array", "items": _anyone(one, followers)}]}

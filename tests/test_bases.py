@@ -1,0 +1,119 @@
+"""Run files that build on others, and environment variables in their texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from streamrl.runfile.files import decode_run, encode_run, load_run, write_run
+
+BASE: dict[str, Any] = {
+    "model": {"path": "models/a"},
+    "cluster": {"pools": {"box": {"gpu": "cpu", "nodes": 1, "gpus_per_node": 4}}},
+    "rollout": {"pool": "box", "replicas": 1, "max_tokens": 8, "temperature": 0.7},
+    "trainer": {"pool": "box"},
+    "algorithm": {"steps": 1, "prompts_per_step": 2, "group_size": 2},
+    "workload": {
+        "prompts": "data/a.jsonl",
+        "lengths": {"kind": "empirical", "source": "data/lengths.csv"},
+    },
+    "verifier": {
+        "reward": [
+            {"scorer": "python:rewards.py:score"},
+            {"scorer": "exact", "weight": 0.5},
+        ]
+    },
+}
+
+
+def write(path: Path, table: dict[str, Any], base: object = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps({**({} if base is None else {"base": base}), **table}))
+    return path
+
+
+def test_tables_merge_and_other_values_replace(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", {**BASE, "seed": 3})
+    middle = {"rollout": {"max_tokens": 16}, "algorithm": {"steps": 5}}
+    write(tmp_path / "middle.toml", middle, "base.toml")
+    top = {"algorithm": {"steps": 7}, "verifier": {"reward": [{"scorer": "exact"}]}}
+    run = load_run(write(tmp_path / "top.toml", top, "middle.toml"), ["rollout.replicas=2"])
+    assert (run.seed, run.rollout.max_tokens, run.rollout.temperature) == (3, 16, 0.7)
+    assert (run.algorithm.steps, run.algorithm.group_size, run.rollout.replicas) == (7, 2, 2)
+    assert [reward.scorer for reward in run.verifier.rewards] == ["exact"]
+
+
+def test_paths_belong_to_the_file_that_wrote_them(tmp_path: Path) -> None:
+    write(tmp_path / "shared" / "base.toml", BASE)
+    mixed = {"source": [{"prompts": "b.jsonl"}, {"prompts": "hf://org/set"}]}
+    middle = {"workload": {**mixed, "prompts": "c.jsonl"}}
+    del middle["workload"]["prompts"]
+    table = {**BASE, "workload": {"lengths": BASE["workload"]["lengths"]}}
+    write(tmp_path / "shared" / "base.toml", table)
+    write(tmp_path / "mine" / "middle.toml", middle, "../shared/base.toml")
+    run = load_run(write(tmp_path / "top.toml", {"execute": {"output": "out"}}, "mine/middle.toml"))
+    assert run.model.path == str(tmp_path / "shared" / "models" / "a")
+    assert [source.prompts for source in run.workload.source] == [
+        str(tmp_path / "mine" / "b.jsonl"),
+        "hf://org/set",
+    ]
+    assert run.workload.lengths is not None
+    assert run.workload.lengths.source == str(tmp_path / "shared" / "data" / "lengths.csv")
+    first, second = (reward.scorer for reward in run.verifier.rewards)
+    assert first == f"python:{tmp_path / 'shared' / 'rewards.py'}:score" and second == "exact"
+    assert run.execute.output == str(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("base", "text"),
+    [
+        ("top.toml", "base: run files build on each other: top.toml -> top.toml"),
+        ("other.toml", "top.toml -> other.toml -> top.toml"),
+        (["a.toml", "b.toml"], "base must be the path of one run file"),
+        ("absent.toml", "absent.toml: no such run file"),
+        ("", "base must be the path of one run file"),
+    ],
+)
+def test_bases_that_make_no_chain_are_refused(tmp_path: Path, base: object, text: str) -> None:
+    write(tmp_path / "other.toml", BASE, "top.toml")
+    with pytest.raises(ValueError, match=text):
+        load_run(write(tmp_path / "top.toml", BASE, base))
+
+
+def test_a_base_comes_from_a_file_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="base is not a key"):
+        load_run(write(tmp_path / "run.toml", BASE), ["base=other.toml"])
+
+
+def test_texts_take_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", str(tmp_path / "weights"))
+    monkeypatch.setenv("SYSTEM", "stream-sync")
+    table = {**BASE, "model": {"path": "${MODELS}/a"}, "policies": {"system": "${SYSTEM}"}}
+    write(tmp_path / "below" / "base.toml", table)
+    run = load_run(write(tmp_path / "run.toml", {}, "below/base.toml"))
+    assert run.model.path == str(tmp_path / "weights" / "a")
+    assert run.policies.system == "stream-sync"
+    assert b"${" not in encode_run(run)
+    monkeypatch.delenv("MODELS")
+    with pytest.raises(
+        ValueError, match=r"^model.path: the environment variable MODELS is not set: export"
+    ):
+        load_run(tmp_path / "run.toml")
+
+
+def test_no_record_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cr3t")
+    endpoint = "http://me:${JUDGE_TOKEN}@127.0.0.1:1/v1"
+    judge = {"scorer": "judge", "endpoint": endpoint, "model": "m"}
+    run = load_run(write(tmp_path / "run.toml", {**BASE, "verifier": {"reward": [judge]}}))
+    assert run.verifier.rewards[0].endpoint == "http://me:s3cr3t@127.0.0.1:1/v1"
+    data = encode_run(run)
+    write_run(run, tmp_path / "written.toml")
+    for text in (data.decode(), (tmp_path / "written.toml").read_text()):
+        assert "s3cr3t" not in text and endpoint in text
+    assert decode_run(data) == run
+    monkeypatch.delenv("JUDGE_TOKEN")
+    assert decode_run(data).verifier.rewards[0].endpoint == endpoint
