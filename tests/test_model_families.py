@@ -145,6 +145,30 @@ def test_a_step_takes_longer_with_layers_that_attend_to_all_tokens(tmp_path: Pat
     assert whole == pytest.approx(65536 * (3 * 4 * 64 * 128 + 57 * 2 * 4 * 128))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LFM2-1.2B", "convolution over 3 tokens: 2,048 channels"),
+        ("Falcon-H1-7B", "linear (mamba-2): 24 heads of 256 x 128, beside attention"),
+        (
+            "MiniMax-M3",
+            "sparse attention: 64 heads, 4 KV heads of 128, 2,048 tokens by an index of 4 heads in 57 layers",
+        ),
+    ],
+)
+def test_a_kind_of_layer_has_its_own_name(name: str, kind: str, tmp_path: Path) -> None:
+    assert kind in {each.kind for each in layer_kinds(read(name, tmp_path).shape, "bfloat16")}
+
+
+@pytest.mark.parametrize(("step", "num_dense"), [(1, 1), (2, 14)])
+def test_layers_of_ernie_have_experts_at_an_interval(
+    step: int, num_dense: int, tmp_path: Path
+) -> None:
+    table = {**ROWS["ERNIE-4.5-21B-A3B"]["config.json"], "moe_layer_interval": step}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    assert read_model_directory(tmp_path).shape.num_dense_layers == num_dense
+
+
 def test_two_names_of_a_field_must_agree(tmp_path: Path) -> None:
     table = {**ROWS["dbrx"]["config.json"], "num_attention_heads": 47}
     (tmp_path / "config.json").write_text(json.dumps(table))

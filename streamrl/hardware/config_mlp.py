@@ -184,8 +184,9 @@ def _num_dense_layers(fields: Fields, total: int) -> int:
     if first > total:
         raise ValueError(f"{FIRST_DENSE[0]} must be at most {total}, got {first}")
     last = fields.count_or(total - 1, "moe_layer_end_index")
-    every = fields.count_or(1, "moe_layer_freq", "moe_layer_interval", "moe_every_n_layer", least=1)
-    step = fields.count_or(1, "decoder_sparse_step", "interleave_moe_layer_step", least=1)
+    every = fields.count_or(1, "moe_layer_freq", "moe_every_n_layer", least=1)
+    names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+    step = fields.count_or(1, *names, least=1)
     mixtures = (
         first <= layer <= last
         and layer % every == 0

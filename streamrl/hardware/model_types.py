@@ -284,6 +284,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "jais2": ModelType(has_gate=False),
     "apertus1p5_text": ModelType(has_gate=False, qk_norm="head"),
     "jetmoe": ModelType(refused="its attention is a mixture of heads, which is not simulated"),
+    "nemotron-nas": _PLAIN,
     "dbrx": ModelType(expert_width="intermediate_size"),
 }
 """By `model_type`. Keys and defaults are those of the config classes in transformers."""

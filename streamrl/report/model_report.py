@@ -11,7 +11,7 @@ from rich.text import Text
 
 from streamrl.hardware.checkpoint_format import checkpoint_bytes
 from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
-from streamrl.hardware.model_shape import BYTES, ModelShape
+from streamrl.hardware.model_shape import BYTES, LinearAttention, ModelShape
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 
@@ -159,12 +159,19 @@ def _mixing(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
         linear = model.linear
         width = 2 if kv_dtype == "fp8" else {"float32": 4}.get(kv_dtype, 2)
         yield LayerKind(
-            kind=f"linear ({linear.kind}): {linear.num_value_heads} heads of {linear.key_head_dim} x "
-            f"{linear.value_head_dim}",
+            kind=_linear_name(linear),
             num_layers=linear.num_layers,
             parameters=round(linear.parameters(model.hidden_size)) * linear.num_layers,
             bytes_per_rollout=round(linear.state_bytes(width)) * linear.num_layers,
         )
+
+
+def _linear_name(linear: LinearAttention) -> str:
+    if linear.kind == "short-convolution":
+        return f"convolution over {linear.conv_kernel} tokens: {linear.value_dim:,} channels"
+    beside = ", beside attention" if linear.is_parallel else ""
+    heads = f"{linear.num_value_heads} heads of {linear.key_head_dim} x {linear.value_head_dim}"
+    return f"linear ({linear.kind}): {heads}{beside}"
 
 
 def _compressed(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
