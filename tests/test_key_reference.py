@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from jinja2 import Environment
+from jinja2.meta import find_undeclared_variables
 
 from streamrl.runfile.field_checks import find_errors
 from streamrl.runfile.key_reference import Key, Table, find, reference_markdown, tables
@@ -68,6 +71,36 @@ def test_every_example_is_a_line_that_its_key_takes() -> None:
         assert name == key.name.rpartition(".")[2]
         errors = list(jsonschema.Draft7Validator(schema_of(key.name)).iter_errors(value))
         assert not errors, (key.name, errors)
+
+
+def with_example(key: Key) -> dict[str, Any]:
+    """Return a table with the example of one key, in the first place of a list and in the pool h20."""
+    table: dict[str, Any] = {}
+    *parents, last = key.name.split(".")
+    place: Any = table
+    for parent, after in pairwise([*parents, last]):
+        if parent == "N":
+            place = place[0]
+        else:
+            place = place.setdefault(
+                "h20" if parent == "NAME" else parent, [{}] if after == "N" else {}
+            )
+    place.update(tomllib.loads(key.example))
+    return table
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+def test_the_reader_of_run_files_takes_every_example(key: Key) -> None:
+    name = key.name.replace(".N.", ".0.").replace(".NAME.", ".h20.")
+    told = [error for error in find_errors(in_full(with_example(key))) if error.key == name]
+    assert told == [], str(told[0])
+
+
+def test_every_example_of_a_template_uses_a_field() -> None:
+    for key in KEYS:
+        if "Jinja" in key.text and not key.name.endswith(".system"):
+            (text,) = tomllib.loads(key.example).values()
+            assert find_undeclared_variables(Environment().parse(text)), (key.name, text)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -20,6 +20,7 @@ from streamrl.executor.verifier.reward_checks import (
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.findings import Changes, Finding, Level, say
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import VerifierConfig
@@ -73,6 +74,8 @@ def _find_prompts(
         sources = read_sources(workload)
     except ValueError as error:
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
+        if isinstance(error, RunError):
+            fix = f"change {error.key}"
         yield _finding("error", "prompts", str(error), fix)
         return
     lacks = []

@@ -68,7 +68,7 @@ OF_NAMES: dict[str, str] = {
     "split": '"train"',
     "fields": '{ prompt = "question", answer = "final_answer" }',
     "group_rewards": "[[0.3, 1.0], [0.7, 0.5]]",
-    "user": '"Solve: {prompt}"',
+    "user": '"Solve: {{ prompt }}"',
     "system": '"You answer with a number."',
     "name": '"judge"',
     "ranker_scores": '"scores.csv"',

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SandboxedEnvironment
 
-from streamrl.runfile.errors import shown
+from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.workload_config import HUB, SourceConfig, TemplateConfig, WorkloadConfig
 from streamrl.workload.chats import read_prompt
 from streamrl.workload.data_files import read_rows
@@ -146,6 +147,7 @@ def _check_expected(record: Record, line: str) -> None:
 def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], list[Record]]:
     """Return a function that builds chat messages from a record; it takes the line for errors."""
     environment = SandboxedEnvironment(undefined=StrictUndefined, finalize=_insertable)
+    _check_uses_record(environment, template, f"{key.removesuffix('prompts')}template.user")
     messages: list[tuple[str, Template]] = []
     for role, text in (("system", template.system), ("user", template.user)):
         try:
@@ -164,6 +166,23 @@ def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], lis
         ]
 
     return fill
+
+
+def _check_uses_record(
+    environment: SandboxedEnvironment, template: TemplateConfig, key: str
+) -> None:
+    """Raise `RunError` if all prompts of a template are the same text, since it reads no field of a record."""
+    texts = [text for text in (template.system, template.user) if text is not None]
+    try:
+        used = [find_undeclared_variables(environment.parse(text)) for text in texts]
+    except TemplateError:
+        return  # it is refused with its place when it is compiled
+    if not any(used):
+        text = (
+            f"{key} {shown(template.user)} has no field of a record, so every prompt would be this text: write a field "
+            'in double braces, such as "{{ prompt }}"'
+        )
+        raise RunError(key, template.user, text=text)
 
 
 def _rendered(template: Template, record: Record, line: str, role: str) -> str:
