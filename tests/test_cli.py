@@ -203,6 +203,17 @@ def test_a_second_plan_into_one_directory_is_refused_while_the_first_writes(tmp_
         assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
 
 
+@pytest.mark.parametrize("more", [(), ("--sweep", "seed=1,2"), ("--against", EXAMPLE)])
+def test_a_second_simulation_into_one_directory_is_refused(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    with sole_writer(tmp_path):
+        done = streamrl("simulate", EXAMPLE, *more, "-o", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"streamrl: {tmp_path} is in use by another command")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_plan_that_fails_leaves_no_directory(tmp_path: Path) -> None:
     no_room = ["--set", "plan.trainer_gpus=[1]", "--set", "model.name=qwen2.5-72b"]
     done = streamrl("plan", EXAMPLE, *no_room, "-o", tmp_path / "new" / "plan")
@@ -319,3 +330,17 @@ def test_tables_have_no_blanks_at_the_ends_of_lines_where_output_is_no_terminal(
     done = streamrl("explain")
     assert done.returncode == 0 and len(done.stdout.splitlines()) > 20
     assert not [line for line in done.stdout.splitlines() if line.endswith(" ")]
+
+
+def test_ctrl_c_while_the_command_line_is_imported_prints_no_traceback() -> None:
+    code = """
+import sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "streamrl.cli.lazy_commands":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+from streamrl.cli import main
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -20,6 +20,9 @@ Rules:
 - Help texts are checked: the first line has at most 12 words.
 """
 
-from streamrl.cli.main import main
+try:
+    from streamrl.cli.main import main
+except KeyboardInterrupt:  # Ctrl-C while the command line is imported
+    raise SystemExit(130) from None
 
 __all__ = ["main"]

@@ -18,6 +18,8 @@ from streamrl.cli.log_output import log_to_stderr
 STDERR = 2
 WRONG_INPUT = 2
 FAILED = 1
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in a shell."""
 MOST_LINE_CHARS = 1000
 """Maximum characters of a line that quotes a file."""
 MOST_FURTHER = 19
@@ -186,6 +188,8 @@ def main() -> None:
         print(getattr(error, "traceback", ""), end="", file=sys.stderr)  # of `ExtensionError`
         _say(error)
         sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except OSError as error:  # such as a full disk, or a file that was deleted
         _say(f"{error.filename}: {error.strerror}" if error.filename else error)
         sys.exit(FAILED)

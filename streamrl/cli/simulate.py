@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +17,9 @@ from streamrl.cli.shared import (
     Intervals,
     Overrides,
     check_ledger,
-    claim_directory,
     open_trace,
     print_json,
+    sole_writer,
     stdout_console,
 )
 from streamrl.engine.trace import Trace
@@ -154,31 +155,31 @@ def simulate(
         return
     if output is not None:
         refuse_real_run(output)
-        claim_directory(output)
-    if sweep or is_study(run_file):
-        from streamrl.cli.simulate_sweep import make_study, run_study
+    with nullcontext() if output is None else sole_writer(output):
+        if sweep or is_study(run_file):
+            from streamrl.cli.simulate_sweep import make_study, run_study
 
-        study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
-        run_study(study, output, skips=skip_infeasible, as_json=as_json, intervals=intervals)
-        return
-    _refuse_options_of_studies(of_studies)
-    run = load_run(run_file, overrides or ())
-    metrics = _simulate(run, output)
-    facts = list(framework_sources(resolve(run)))
-    if as_json:
-        print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
-    else:
-        stdout_console().print(metrics_table(metrics, intervals=intervals))
-        for fact in facts:
-            typer.echo(fact)
-        typer.echo(ledger_line(metrics.ledger))
-        if output is not None:
-            typer.echo(
-                f"written to {output}; next: {shlex.join(['streamrl', 'report', str(output)])}"
-            )
-    check_ledger(metrics.ledger)
-    if metrics.unfinished:
-        raise UnfinishedError(metrics.unfinished)
+            study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
+            run_study(study, output, skips=skip_infeasible, as_json=as_json, intervals=intervals)
+            return
+        _refuse_options_of_studies(of_studies)
+        run = load_run(run_file, overrides or ())
+        metrics = _simulate(run, output)
+        facts = list(framework_sources(resolve(run)))
+        if as_json:
+            print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
+        else:
+            stdout_console().print(metrics_table(metrics, intervals=intervals))
+            for fact in facts:
+                typer.echo(fact)
+            typer.echo(ledger_line(metrics.ledger))
+            if output is not None:
+                typer.echo(
+                    f"written to {output}; next: {shlex.join(['streamrl', 'report', str(output)])}"
+                )
+        check_ledger(metrics.ledger)
+        if metrics.unfinished:
+            raise UnfinishedError(metrics.unfinished)
 
 
 def _given_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> dict[str, bool]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from msgspec.structs import asdict
 
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import claim_directory, open_trace, print_json, stdout_console, trace_file
+from streamrl.cli.shared import open_trace, print_json, sole_writer, stdout_console, trace_file
 from streamrl.record.run_comparison import Against
 from streamrl.report.against_report import AgainstFile, against_report, write_comparison
 from streamrl.report.rerun_report import rerun_report, verdict
@@ -32,16 +33,15 @@ def simulate_against(
     intervals: bool,
 ) -> None:
     """Simulate run file A against run file B, and print whether A is worth it."""
-    if output is not None:
-        claim_directory(output)
     files = (run_file, other)
-    (name_a, a), (name_b, b) = (
-        _load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True)
-    )
-    names = (name_a, name_b)
-    comparison = AgainstFile(names=names, against=compare(a, b))
-    if output is not None:
-        write_comparison(comparison, output)
+    with nullcontext() if output is None else sole_writer(output):
+        (name_a, a), (name_b, b) = (
+            _load(path, letter, overrides) for path, letter in zip(files, LETTERS, strict=True)
+        )
+        names = (name_a, name_b)
+        comparison = AgainstFile(names=names, against=compare(a, b))
+        if output is not None:
+            write_comparison(comparison, output)
     if as_json:
         print_json(comparison.as_json())
     else:
