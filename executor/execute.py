@@ -56,9 +56,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAST_TIME = 14.0
-"""Maximum seconds from the first signal to the end of this process; see `STOP_TIME` in `world.py`."""
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "terminated"}
+LAST_TIME = 8.0
+"""Seconds from the end of commands after a signal to the end of this process, of which workers take `CLOSE_TIME`."""
+NAMES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "the terminal was closed",
+}
+"""Signals that end a run. A signal that this process was started to ignore, as with nohup, stays ignored."""
 
 
 class Ending(NamedTuple):
@@ -69,12 +74,14 @@ class Ending(NamedTuple):
     """Ends the run soon; call it on the run's event loop."""
     abandon: Callable[[], None]
     """Kills all processes and removes shared memory."""
+    stop_time: float
+    """Seconds that running commands have to end."""
     say: Callable[[], str]
     """Returns the last step, the saved step and how to resume, as text that follows the name of the signal."""
 
 
 class Interruption:
-    """A context that handles SIGINT and SIGTERM; call `watch_over` when the run exists."""
+    """A context that handles the signals of `NAMES`; call `watch_over` when the run exists."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -85,7 +92,8 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         for number in NAMES:
-            self._before[number] = signal.signal(number, self._obey)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._obey)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -113,7 +121,7 @@ class Interruption:
             return  # the run has ended
         self._ending.loop.call_soon_threadsafe(self._ending.ask, NAMES[self.signal])
         if self._last is None:
-            self._last = threading.Timer(LAST_TIME, self._end)
+            self._last = threading.Timer(self._ending.stop_time + LAST_TIME, self._end)
             self._last.daemon = True
             self._last.start()
 
@@ -207,7 +215,7 @@ def execute(
     how_to_resume: str = "streamrl execute RUN.toml --resume",
     take: Take = lambda line: None,
 ) -> Trace:
-    """Execute a run and return its trace; Ctrl-C ends it within 15 seconds.
+    """Execute a run and return its trace; a signal ends it within `execute.grace` and eight seconds.
 
     Raises:
         ValueError: the run file cannot be executed, or its output directory is in use.
@@ -358,7 +366,7 @@ async def _execute_in(
             return f" after step {world.engine.version}: {what}; go on with: {how_to_resume}"
 
         loop = asyncio.get_running_loop()
-        interruption.watch_over(Ending(loop, world.interrupt, world.abandon, say))
+        interruption.watch_over(Ending(loop, world.interrupt, world.abandon, world.stop_time, say))
         await world.run()
 
 

@@ -84,8 +84,7 @@ from streamrl.runfile.choices import ExtensionError
 CLOSING_TIME = 30.0
 """Seconds in which all workers end after a run. Then they are killed; see `CLOSE_TIME` of a worker."""
 STOP_TIME = 6.0
-"""Seconds that running commands have to end after an interruption. With `CLOSE_TIME` of the workers and the end of the
-verifier, the run ends within 15 s."""
+"""Least seconds that running commands have to end after an interruption; see `execute.grace`."""
 
 
 class RealWorld(World[Trace]):
@@ -180,16 +179,24 @@ class RealWorld(World[Trace]):
             raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace
 
+    @property
+    def stop_time(self) -> float:
+        """Seconds from an interruption to the end of running commands."""
+        return max(STOP_TIME, self._run.execute.grace)
+
     def interrupt(self, reason: str) -> None:
-        """End the run soon: abort running commands; kill hanging ones after `STOP_TIME` or a second call."""
+        """End the run soon: abort rollouts and save the trainers.
+
+        Hanging commands are killed after `stop_time`, or at a second call.
+        """
         if self._is_interrupted:
             self._over.set()
             return
         self._is_interrupted = True
         self._attempts.end_pause()
         self._buffer.keep_files()
-        asyncio.get_running_loop().call_later(STOP_TIME, self._over.set)
-        self.emit(Interrupted(reason))
+        asyncio.get_running_loop().call_later(self.stop_time, self._over.set)
+        self.emit(Interrupted(reason, saves=self._run.execute.grace > 0))
 
     def abandon(self, reason: str = "was killed: the run hangs") -> None:
         """Kill all processes and remove all shared memory; may be called from any thread if the event loop hangs."""

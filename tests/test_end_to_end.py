@@ -215,15 +215,16 @@ def owner_of(shared: Path) -> int | None:
 
 
 IN_TIME = 40
-"""Seconds: 15 where nothing else runs; tests side by side share the processors with each other."""
+"""Seconds: 14 where nothing else runs; tests side by side share the processors with each other."""
 
 
 @pytest.mark.parametrize("who", ["everybody stopped", "the loop"])
-def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
+def test_ctrl_c_ends_a_run_soon_after_its_grace_whatever_hangs(
     project: Path, begin: Begin, who: str
 ) -> None:
     output = project / who.replace(" ", "-")
     settings = [f"execute.output={output}", "algorithm.steps=10000", "execute.checkpoint_every=1"]
+    settings.append("execute.grace=6 s")
     if who == "the loop":
         until = (output / "hangs").exists
         process, workers = begin(HANGING, project / "run.toml", *settings, until=until)
@@ -241,6 +242,26 @@ def test_ctrl_c_ends_a_run_within_15_seconds_whatever_hangs(
         r"streamrl: Ctrl-C after step \d+: step \d+ is saved; go on with: streamrl execute .* --resume",
         told,
     )
+    check_is_gone(process.pid, workers)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGTERM, "terminated"), (signal.SIGHUP, "the terminal was closed")],
+)
+def test_a_polite_signal_saves_the_last_step_and_leaves_nothing(
+    project: Path, begin: Begin, number: signal.Signals, name: str
+) -> None:
+    output = project / name.replace(" ", "-")
+    settings = [f"execute.output={output}", "algorithm.steps=10000"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    until = partial(has_two_steps, output)
+    process, workers = begin(MAIN, "execute", project / "run.toml", *words, until=until)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=IN_TIME)
+    assert process.returncode == 128 + number
+    found = re.match(rf"streamrl: {name} after step (\d+): step (\d+) is", errors.splitlines()[-1])
+    assert found is not None and found[1] == found[2] and int(found[1]) >= 2
     check_is_gone(process.pid, workers)
 
 

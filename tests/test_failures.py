@@ -113,3 +113,36 @@ def test_a_checkpoint_says_from_which_group_a_resumed_run_draws() -> None:
     s.draw(s.begin())
     s.finish(0, 2)  # group 1 is behind, groups 1 and 3 are neither trained nor dropped
     assert of(SaveCheckpoint, s.step(1)) == [SaveCheckpoint(1, 1, 0, done_ahead=(2,))]
+
+
+def test_an_interrupted_run_is_saved_before_its_groups_are_dropped_so_that_a_resume_draws_them() -> (
+    None
+):
+    s = singles(1, algorithm__steps=9, execute__checkpoint_every=5, policies__system="stream-sync")
+    s.draw(s.begin())
+    s.finish(0)
+    draws = s.step(1)
+    s.tell(WeightsPushed(1, 1))
+    s.tell(*(WeightsLoaded(r, 1, 1.0) for r in (0, 1)))
+    s.draw(draws)
+    commands = s.tell(Interrupted("terminated", saves=True))
+    assert [c.rollout for c in of(Abort, commands)] == [1]
+    (save,) = of(SaveCheckpoint, commands)
+    assert save == SaveCheckpoint(1, 1, 0) and not of(Drop, commands)
+    assert not s.tell(generated(1, finish="aborted"))
+    assert of(Drop, s.tell(done(save))) == [Drop(1, "terminated")]
+    assert s.state.is_finished and s.state.leader.checkpoint_version == 1
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_interrupted_run_waits_for_no_save_that_is_not_wanted_needed_or_possible(
+    saves: bool,
+) -> None:
+    s = singles(1, algorithm__steps=9, execute__checkpoint_every=1, policies__system="stream-sync")
+    s.draw(s.begin())
+    s.finish(0)
+    (save,) = of(SaveCheckpoint, s.step(1))
+    commands = s.tell(Interrupted("terminated", saves=saves))
+    assert not of(SaveCheckpoint, commands)  # it is being saved
+    commands = s.tell(Failed(save, "no space is left"))
+    assert not of(SaveCheckpoint, commands) or not saves

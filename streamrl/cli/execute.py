@@ -83,8 +83,9 @@ def execute(
             how = _how_to_resume(run_file, overrides or ())
             trace = execute_run(run, resume, watch.see, how, watch.take)
     except RunInterruptedError as error:
-        _log_remains(output)
-        typer.echo(f"streamrl: {error}", err=True)
+        with suppress(OSError):  # the terminal was closed
+            _log_remains(output)
+            typer.echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
     except RuntimeError:
         _log_remains(output)

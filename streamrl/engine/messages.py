@@ -526,6 +526,8 @@ class Interrupted(Message, frozen=True):
     """The user, or the machine, asks the run to end now."""
 
     reason: str
+    saves: bool = False
+    """Whether each trainer is saved first. Its running command ends before that."""
 
 
 Event: TypeAlias = (

@@ -110,6 +110,8 @@ class State:
     pushed_version: int = 0
     pushing: int | None = None
     stop_reason: str | None = None
+    saves_at_stop: bool = False
+    """Whether trainers are saved before the run stops."""
     is_stopping: bool = False
     """Whether the run starts nothing new: it is stopping, or has all its steps."""
     next_wake: float | None = None
@@ -165,6 +167,11 @@ class State:
     def has_all_prompts(self) -> bool:
         """Whether enough prompts are drawn for all steps; more are drawn only if some are dropped."""
         return self.num_admitted >= self.num_steps * self.leader.prompts_per_step
+
+    @property
+    def awaits_save(self) -> bool:
+        """Whether the run stops once a trainer is saved. Until then its groups stay open, so that a resume draws them."""
+        return self.saves_at_stop and any(trainer.is_unsaved for trainer in self.trainers)
 
     @property
     def is_finished(self) -> bool:
@@ -230,7 +237,8 @@ class State:
                 self.next_wake = None
             case Failed(command, reason):
                 self._fail(command, reason)
-            case Interrupted(reason):
+            case Interrupted(reason, saves):
+                self.saves_at_stop = saves
                 self._stop(reason)
             case _:
                 assert_never(event)

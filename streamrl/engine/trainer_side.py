@@ -314,6 +314,14 @@ class TrainerSide:
         """Whether it can start a command now."""
         return self.is_ready and self.command is None
 
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether it has steps since its last checkpoint, and can be saved as far as is known."""
+        is_able = self.is_ready and not self.num_failed_saves
+        return is_able and (
+            self.version > self.checkpoint_version or isinstance(self.command, Step)
+        )
+
     def wants(self, group: Group) -> bool:
         """Return whether it may still train on `group`."""
         if group.num_missing and self._may_see(group):

@@ -123,6 +123,11 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     replaced. A running command gets at least ten times as long, and ten times the slowest of its
     kind so far.
     """
+    grace: Duration = Duration(20.0)
+    """Time that a run has after Ctrl-C, SIGTERM or SIGHUP to save a checkpoint. Eight seconds later its
+    processes have ended. The default fits into the 30 s of Kubernetes and of Slurm's KillWait. A second
+    signal ends the run at once. 0: save nothing.
+    """
     save_tokens_every: Duration = Duration(5.0)
     """Interval at which the tokens of running rollouts are saved to disk. It limits the tokens lost
     with a replica or the controller process. Long rollouts are saved only after growing by a

@@ -9,9 +9,10 @@ from streamrl.engine.state import State
 
 
 class CheckpointEvery:
-    """Save a trainer after every `num_steps` of its steps, and after its last one (of the run, or before a detach).
+    """Save a trainer after every `num_steps` of its steps, and after its last one.
 
-    A failed save is retried until `max_attempts` in a row have failed.
+    The last one is that of the run, that before a detach, or that before an interruption. A failed save is retried until
+    `max_attempts` in a row have failed; after an interruption it is not.
     """
 
     ignores = (Generated, Verified)
@@ -26,7 +27,9 @@ class CheckpointEvery:
         trainer = state.trainers[self.trainer]
         if not trainer.is_ready or trainer.command is not None:
             return ()
-        is_last = state.has_all_steps or trainer.is_away
+        if state.saves_at_stop and not trainer.is_unsaved:
+            return ()
+        is_last = state.has_all_steps or trainer.is_away or state.saves_at_stop
         if trainer.batch.in_gradient and not is_last:
             return ()
         num_unsaved = trainer.version - trainer.checkpoint_version

@@ -80,8 +80,10 @@ class WindDown:
     ignores = (Generated, Verified)
 
     def decide(self, state: State) -> Iterable[Command]:
-        """Yield aborts and drops until no group is left."""
-        return self._clear(state) if state.is_stopping and state.groups else ()
+        """Yield aborts and drops until no group is left; only aborts while a trainer is still to be saved."""
+        if not state.is_stopping or not state.groups:
+            return ()
+        return _abort_all(state) if state.awaits_save else self._clear(state)
 
     def _clear(self, state: State) -> Iterator[Command]:
         reason = state.stop_reason or "the run had all its steps"
@@ -106,12 +108,22 @@ def give_up(state: State, group: Group, reason: str) -> Iterator[Command]:
 
 def drop(group: Group, reason: str) -> Iterator[Command]:
     """Yield the aborts of a group's running rollouts, the closes of its environments, then its drop."""
+    yield from _abort(group)
     for rollout in group.rollouts:
-        if rollout.replica is not None and not rollout.is_aborting:
-            yield Abort(rollout.id, rollout.replica.id)
         if rollout.has_environment:
             yield Close(rollout.id)
     yield Drop(group.id, reason)
+
+
+def _abort(group: Group) -> Iterator[Command]:
+    for rollout in group.rollouts:
+        if rollout.replica is not None and not rollout.is_aborting:
+            yield Abort(rollout.id, rollout.replica.id)
+
+
+def _abort_all(state: State) -> Iterator[Command]:
+    for group in list(state.groups.values()):
+        yield from _abort(group)
 
 
 MINUTE = 60.0  # seconds
