@@ -143,6 +143,7 @@ FITS = {
             log_prob_step=SYNCHRONIZATION,
             fuses_shared_experts=True,
             quantises_apart=True,
+            composes_latent=True,
         ),
         kernels={"gemm.fp8": "sglang", "all_reduce": "sglang"},
         mixes_prefill=False,
@@ -421,6 +422,7 @@ def _lines(constants: Overheads) -> list[str]:
         "quantises_apart": "true",
         "pads_experts": json.dumps(constants.pads_experts),
         "fuses_shared_experts": "true",
+        "composes_latent": "true",
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
     return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)

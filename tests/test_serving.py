@@ -295,6 +295,18 @@ def test_a_shared_expert_that_is_fused_takes_no_products_of_its_own() -> None:
         assert (fused < apart) == is_cheaper  # where GPUs hold whole experts, it stays apart
 
 
+def test_an_engine_may_compose_latent_products_instead_of_another_engines_module() -> None:
+    shape, tokens = load_model(ModelConfig(name="deepseek-v3")), np.array([8.0, 64.0])
+    bare = Shard(shape, Kernels("h200", "fp8"), 8, engine=load_engine("sglang-0.5"))
+    composed, module = (
+        with_choice(bare, composes_latent=flag).products(tokens) for flag in (True, False)
+    )
+    assert bare.engine.constants.composes_latent
+    assert (composed.seconds > module.seconds).all()
+    assert any("latent_projections" in source for source in module.sources)
+    assert not any("latent_projections" in source for source in composed.sources)
+
+
 def test_a_dtype_may_have_a_table_of_its_own() -> None:
     shape: dict[str, float] = {"hidden": 4096, "intermediate": 1536, "topk": 8, "experts": 128}
     shape |= {"tensor_parallel": 1, "expert_parallel": 8}

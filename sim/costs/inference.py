@@ -291,6 +291,7 @@ class Shard:
         is_known = sizes == (LATENT_DIM, LATENT_HEAD, LATENT_HEAD)
         is_known = is_known and latent.q_lora_rank == LATENT_QUERY_RANK
         is_known = is_known and self.model.hidden_size == LATENT_HIDDEN
+        is_known = is_known and not self.engine.constants.composes_latent
         if not is_known or not self.mixing_kernels.has_table("latent_projections"):
             return found
         module = self.mixing_kernels.time("latent_projections", tokens, heads=heads)

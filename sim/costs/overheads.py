@@ -61,6 +61,11 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     GPUs slice them.
     """
 
+    composes_latent: bool = False
+    """Whether the products around latent attention are single products of the engine, and not the
+    whole module that was measured with TensorRT-LLM.
+    """
+
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
 
