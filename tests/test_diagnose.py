@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from streamrl.sim.diagnosis.diagnosis import diagnose, mean_step
 from streamrl.sim.diagnosis.result import Diagnosis
 from streamrl.sim.fidelity.rl_steps import load_published
 from tests.command_line import streamrl
+from tests.runs import small_run
 
 LENGTHS = {"kind": "histogram", "source": "streamrl-codemath-20k", "scale": 0.3}
 
@@ -187,3 +189,25 @@ def test_a_log_is_judged_and_printed_as_one_json_object(tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text("step,step_time,train,score\n1,290,91,166\n")
     done = streamrl("diagnose", tmp_path / "steps.csv", "--run", tmp_path / "run.toml", "--json")
     assert done.returncode == 0 and '"is_normal":false' in done.stdout
+
+
+def test_a_run_directory_is_judged_by_the_run_file_that_it_has(tmp_path: Path) -> None:
+    write_run(small_run(), tmp_path / "run.toml")
+    assert streamrl("simulate", tmp_path / "run.toml", "-o", tmp_path / "made").returncode == 0
+    done = streamrl("diagnose", tmp_path / "made", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["is_normal"] and not any("layout" in note for note in found["notes"])
+
+
+def test_other_tokens_of_prompts_are_a_note_and_the_measured_ones_are_simulated() -> None:
+    steps = MeasuredSteps(
+        source="made",
+        framework="csv",
+        steps=(MeasuredStep(step=1, step_time=290.0, train=91.0, prompt_tokens=40.0),),
+    )
+    found = diagnose(_verl(), steps)
+    (note,) = (each for each in found.notes if "prompt_tokens" in each)
+    assert note.endswith("The measured tokens are simulated") and "but 40 were measured" in note
+    few = change_run(_verl(), {"workload.lengths.prompt_tokens": 40})
+    assert found.step.predicted == diagnose(few, steps).step.predicted

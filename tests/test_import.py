@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.recorded_rollouts import load_columns, read_rollouts
+from streamrl.record.prompt_tokens import write_prompt_tokens
 from streamrl.runfile.files import make_run, write_run
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
@@ -51,6 +53,27 @@ def test_recorded_rollouts_replay_prompt_by_prompt_in_their_order(tmp_path: Path
     assert [draw.drawn.prompt_tokens for draw in draws] == [5, 7] * 2
     prompts = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").open()]
     assert prompts == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+def test_rollouts_of_an_executed_run_have_the_tokens_of_their_prompts(tmp_path: Path) -> None:
+    write_prompt_tokens(tmp_path, [np.arange(size, dtype=np.int32) for size in (5, 7)])
+    facts = {"text": "", "versions": [[0, 0]], "reward": 1.0}
+    rows = [
+        {
+            "rollout": number,
+            "group": number // 2,
+            "line": 1 - number // 2,
+            "num_tokens": tokens,
+            **facts,
+        }
+        for number, tokens in enumerate((10, 12, 20, 22))
+    ]
+    back = {"rolled_back_to": 0, "leg": 2, "groups_done": 1, "done_ahead": []}
+    again = [{**row, "num_tokens": 30} for row in rows[2:]]
+    path = write_lines(tmp_path / "rollouts.jsonl", [*rows, back, *again])
+    found = read_rollouts(str(path))
+    assert found.groups == [[10, 12], [30, 30]] and found.prompt_tokens == [7, 5]
+    assert not found.notes
 
 
 def test_lists_are_samples_of_a_prompt_or_turns_of_a_rollout(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ LEAST_GAIN = 0.01
 LEAST_EFFECT = 0.05
 """Share by which a change must shorten a stage for its key to be doubtful."""
 LENGTHS_KEY = "workload.lengths"
+PROMPTS_KEY = "workload.lengths.prompt_tokens"
 SKIPPED = 4
 """Number of steps from which on the first one is left out, because it compiles and warms up."""
 SUSPECTS: dict[str, str] = {
@@ -82,7 +83,11 @@ def diagnose(
     step = mean_step(measured)
     if not step.has_seconds:
         raise ValueError(f"{measured.source} has no seconds to judge; give --stage step=SECONDS")
-    _refuse_other_work(find_disagreements(run, measured), measured.source)
+    before, prompts = find_disagreements(run, measured), measured.mean("prompt_tokens")
+    if prompts and any(each.key == PROMPTS_KEY for each in before):
+        run = change_run(run, {PROMPTS_KEY: max(1, round(prompts))})
+    found = find_disagreements(run, measured)
+    _refuse_other_work(found, measured.source)
     watch("run file as it is")
     predicted = simulate_steps(run, [step.lengths]).steps[0]
     stages = list(_stages(predicted, step, Costs.load(run).provenance))
@@ -103,13 +108,30 @@ def diagnose(
         doubtful=list(_doubtful(values_by_key(run), tried, stages)),
         not_the_problem=list(_innocent(stages, total)),
         assumed=assumed_of_hardware(run.cluster, PaidGpus.of(run).used),
-        notes=[*measured.notes, *_notes(stages, whole, has_stages)],
+        notes=[*measured.notes, *_prompt_notes(before, found), *_notes(stages, whole, has_stages)],
     )
+
+
+def _prompt_notes(before: list[Disagreement], after: list[Disagreement]) -> list[str]:
+    """Say which tokens of a prompt are simulated if the run file's are not those that were measured.
+
+    Args:
+        before: differences of the run file as it is.
+        after: differences with the measured tokens in `workload.lengths.prompt_tokens`.
+    """
+    has_own = any(each.key == PROMPTS_KEY for each in after)
+    which = "run file's, which its source has," if has_own else "measured"
+    return [
+        f"{each.key}: {each.text}. The {which} tokens are simulated"
+        for each in before
+        if each.key == PROMPTS_KEY
+    ]
 
 
 def _refuse_other_work(found: list[Disagreement], source: str) -> None:
     """Raise `ValueError` if steps are of other work. Mean lengths may differ: the measured ones are simulated."""
-    texts = [f"{each.key}: {each.text}" for each in found if each.key != LENGTHS_KEY]
+    lengths = (LENGTHS_KEY, PROMPTS_KEY)
+    texts = [f"{each.key}: {each.text}" for each in found if each.key not in lengths]
     if texts:
         raise ValueError(f"{source} is of other work than the run file. {'; '.join(texts)}")
 

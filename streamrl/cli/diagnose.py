@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import replace
 
 from streamrl.cli.init import (
     AlgorithmOption,
@@ -29,12 +30,14 @@ from streamrl.cli.shared import (
     open_trace,
     print_json,
     stdout_console,
+    trace_file,
 )
 from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
+from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.report.diagnosis_table import diagnosis_lines, diagnosis_table
 from streamrl.runfile.config import Run
-from streamrl.runfile.files import load_run
+from streamrl.runfile.files import change_run, load_run
 from streamrl.sim.calibration.calibrate import measured_steps
 from streamrl.sim.diagnosis.diagnosis import diagnose as find_diagnosis
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
@@ -50,6 +53,9 @@ STAGES = {
     "step": "step_time",
 }
 """Names of `--stage`, each with the column that it adds to."""
+LAYOUT = (
+    "the layout is the one that `streamrl init` would choose, not yours: --run RUN.toml gives yours"
+)
 
 
 def diagnose(
@@ -91,24 +97,31 @@ def diagnose(
 ) -> None:
     """Say whether a run is normal for its hardware.
 
-    It reads a framework's log, or seconds that you give, and simulates the run file of that run. It shows measured and
+    It reads a framework's log, or seconds that you give, and simulates the run file of that run. A run directory has its
+    run file and its lengths, so it needs no --run. The command shows measured and
     predicted seconds by stage, the longest stage, the three changes worth most, and which stages are not the problem.
 
     Nothing is fitted: `calibrate` fits a run that is normal. `doctor` checks a run file before a run.
 
     Example: streamrl diagnose verl.log --run run.toml
+    Example: streamrl diagnose runs/quickstart
     Example: streamrl diagnose --run run.toml --stage rollout=29 --stage train=91 --stage step=290
     """
     stated = stated_of(locals())
     check_alone(run_file, stated)
     if (log is None) == (not stage):
         raise ValueError("give either LOG or --stage NAME=SECONDS")
-    run = _run_of(run_file, stated, overrides or ())
+    is_recorded = run_file is None and not stated and log is not None and holds_run(log)
+    if is_recorded and log is not None:
+        run = change_run(_recorded_run(log), tuple(overrides or ()))
+    else:
+        run = _run_of(run_file, stated, overrides or ())
     measured = _stated_steps(stage) if stage else _read(log or Path(), log_format)
     with make_progress() as progress:
         task = progress.add_task("simulating", total=None, facts="")
         found = find_diagnosis(run, measured, lambda what: progress.update(task, facts=what))
-    found = msgspec.structs.replace(found, notes=[*found.notes, *_layout_notes(run_file)])
+    if run_file is None and not is_recorded:
+        found = msgspec.structs.replace(found, notes=[*found.notes, LAYOUT])
     if as_json:
         print_json(found)
         return
@@ -124,12 +137,11 @@ def _run_of(run_file: Path | None, stated: dict[str, object], overrides: Iterabl
     return estimate(run).run
 
 
-def _layout_notes(run_file: Path | None) -> list[str]:
-    if run_file is not None:
-        return []
-    return [
-        "the layout is the one that `streamrl init` would choose, not yours: --run RUN.toml gives yours"
-    ]
+def _recorded_run(directory: Path) -> Run:
+    """Return the run file of a run directory or a trace, with the lengths that were recorded."""
+    file = trace_file(directory)
+    recorded = recorded_inputs(open_trace(file), file)
+    return replace(recorded.manifest.run, workload=recorded.workload, faults=())
 
 
 def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:

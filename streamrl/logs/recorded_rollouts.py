@@ -15,6 +15,9 @@ from typing import NamedTuple
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
 from streamrl.logs.printed_values import read_number
+from streamrl.record import run_directory
+from streamrl.record.prompt_tokens import PROMPTS, read_prompt_tokens
+from streamrl.record.run_directory import ROLLOUTS
 from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
 from streamrl.workload.data_files import read_csv, read_lines, read_rows
 
@@ -108,9 +111,25 @@ def read_rollouts(
 def _read(path: str, split: str | None = None) -> Sequence[Row]:
     if path.endswith((".csv", ".csv.gz")):
         return read_csv(Path(path))
+    if Path(path).name == ROLLOUTS and (Path(path).parent / PROMPTS).is_file():
+        return _of_run(Path(path).parent)
     if path.endswith(".json") and (only := _only_object(Path(path))) is not None:
         return [only]
     return read_rows(SourceConfig(prompts=path, split=split), "import")
+
+
+def _of_run(directory: Path) -> Sequence[Row]:
+    """Return the rollouts of a run directory that count, with the tokens of their prompts."""
+    rows = run_directory.read_rollouts(directory)
+    prompts = [len(ids) for ids in read_prompt_tokens(directory)]
+    known = load_columns().prompt_tokens[0]
+    return [{known: prompts[line], **row} for row in rows if (line := _line_of(row)) is not None]
+
+
+def _line_of(row: Row) -> int | None:
+    """Return the index of a rollout's prompt; None for a line that a resume wrote."""
+    line = row.get("line")
+    return line if isinstance(line, int) else None
 
 
 def _only_object(path: Path) -> Row | None:
