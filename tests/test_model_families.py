@@ -60,7 +60,7 @@ HEADS = {
     **{"Apertus-8B": (32, 8, 128), "Minitron-8B": (32, 8, 128), "Nemotron-H-8B": (4, 8, 128)},
     **{"SmolLM2-1.7B": (24, 32, 64), "stablelm-2-12b": (40, 8, 160), "pythia-6.9b": (32, 32, 128)},
     **{"Trinity-Mini": (8, 4, 128), "Nemotron-Super-49B": (49, 8, 128)},
-    "Qwen3.6-27B-NVFP4": (16, 4, 256),
+    **{"Qwen3.6-27B-NVFP4": (16, 4, 256), "gemma-4-E4B": (7 - 3, 2, 512)},
 }
 """Layers whose cache grows, key-value heads, and channels of a head."""
 KV_BYTES = {
@@ -77,7 +77,6 @@ REFUSED = {
     "Step3-text": "share_q_dim .* is not understood; without it this would be 320.5B",
     "snowflake-arctic": "parallel_attn_mlp_res, use_residual .* are not understood",
     "solar-pro": "sliding_window = 2047 is not understood without layer_types",
-    "gemma-4-E4B": "hidden_size_per_layer_input, num_kv_shared_layers .* are not understood",
     "falcon-7b": "intermediate_size is missing",
 }
 CHECKPOINTS = {
@@ -158,6 +157,21 @@ def test_a_step_takes_longer_with_layers_that_attend_to_all_tokens(tmp_path: Pat
 )
 def test_a_kind_of_layer_has_its_own_name(name: str, kind: str, tmp_path: Path) -> None:
     assert kind in {each.kind for each in layer_kinds(read(name, tmp_path).shape, "bfloat16")}
+
+
+def test_layers_that_share_a_cache_keep_none_and_a_token_reads_one_row_of_each_table(
+    tmp_path: Path,
+) -> None:
+    """The last 18 of 42 layers share: 15 with a window of 512 tokens, and 3 with full attention."""
+    shape = read("gemma-4-E4B", tmp_path).shape
+    assert (shape.num_shared_full, shape.num_shared_windowed) == (3, 15)
+    assert shape.shard_state_bytes("bfloat16", 1) == (35 - 15) * 512 * 4 * 2 * 256
+    table = 262144 * 256 * 42
+    assert shape.num_parameters - shape.num_active_parameters == table
+    with pytest.raises(RunError, match="num_kv_shared_layers needs layer_types"):
+        text = {**ROWS["gemma-7b"]["config.json"], "num_kv_shared_layers": 2}
+        (tmp_path / "config.json").write_text(json.dumps(text))
+        read_model_directory(tmp_path)
 
 
 @pytest.mark.parametrize(("step", "num_dense"), [(1, 1), (2, 14)])

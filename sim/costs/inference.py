@@ -166,9 +166,14 @@ class Shard:
         if model.compressed is not None:
             return self._compressed_projections(tokens, model.compressed)
         if model.window_heads is None:
-            return self._projections(tokens, model) * model.num_attention_layers
-        own = self._projections(tokens, model) * model.num_full_layers
-        return own + self._projections(tokens, model.windowed) * model.num_windowed_layers
+            own = self._projections(tokens, model) * model.num_attention_layers
+        else:
+            own = self._projections(tokens, model) * model.num_full_layers
+            own += self._projections(tokens, model.windowed) * model.num_windowed_layers
+        if model.layer_inputs is None:
+            return own
+        products = model.layer_inputs.products(model.hidden_size, model.num_layers)
+        return own + total(self._mixing(tokens, n, k) * count for k, n, count in products)
 
     def _compressed_projections(self, tokens: Floats, compressed: CompressedAttention) -> Estimate:
         """Return the seconds of the products around compressed attention in all layers, with those of compressors."""

@@ -256,6 +256,7 @@ LATER_FIELDS = {
     *("values_dim", "has_value_projection", "window_heads", "qk_norm_spans_heads", "has_gated_mlp"),
     *("num_unmixed_layers", "num_bare_layers", "indexer", "kind", "has_gate", "latent_size"),
     *("has_head_gates", "has_mlp_bias", "is_parallel", "has_wide_gate", "block_size"),
+    *("layer_inputs", "num_shared_full", "num_shared_windowed"),
 }
 """Fields that shapes did not have when the first profiles were measured. A digest has them only if they are set."""
 

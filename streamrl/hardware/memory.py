@@ -115,7 +115,8 @@ def draft_of(model: ModelShape, config: SpeculativeConfig) -> ModelShape:
             model, num_layers=1, num_window_layers=1, compressed=model.compressed.without_entries
         )
     window = {"sliding_window": None, "num_window_layers": None, "window_heads": None}
-    single = {"num_unmixed_layers": 0, "num_bare_layers": 0}
+    single = {"num_unmixed_layers": 0, "num_bare_layers": 0, "layer_inputs": None}
+    single |= {"num_shared_full": 0, "num_shared_windowed": 0}
     indexer = model.indexer and replace(model.indexer, num_layers=None)
     return replace(
         model,

@@ -40,6 +40,7 @@ from streamrl.hardware.config_layers import Mixing, compressed_layers, token_mix
 from streamrl.hardware.config_linear import linear_attention
 from streamrl.hardware.config_mlp import dense_width, has_gate, has_mlp_bias, mixture
 from streamrl.hardware.config_names import common_names
+from streamrl.hardware.layer_inputs import LayerInputs
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.model_types import MODEL_TYPES, UNKNOWN, ModelType
 
@@ -149,12 +150,38 @@ def _shape(fields: Fields, known: ModelType, name: str, source: str) -> ModelSha
         compressed=None if entries is None else compressed_attention(fields, entries),
         hyper_connections=hyper_connections(fields),
         linear=linear_attention(fields, mixing),
+        layer_inputs=_layer_inputs(fields),
+        num_shared_full=_num_shared(fields, "full_attention"),
+        num_shared_windowed=_num_shared(fields, "sliding_attention"),
         sliding_window=mixing.window,
         num_window_layers=_num_window_layers(fields, mixing, num_layers),
         num_draft_layers=_num_draft_layers(fields, known),
         num_unmixed_layers=mixing.num_unmixed,
         num_bare_layers=num_layers - mixing.num_unmixed if mixing.blocks else mixing.bare,
     )
+
+
+def _layer_inputs(fields: Fields) -> LayerInputs | None:
+    """Return the inputs of each layer; None for a model without them."""
+    if not fields.count_or(0, "hidden_size_per_layer_input"):
+        return None
+    return LayerInputs(
+        vocab_size=fields.count_or(fields.count("vocab_size"), "vocab_size_per_layer_input"),
+        channels=fields.count("hidden_size_per_layer_input"),
+    )
+
+
+def _num_shared(fields: Fields, kind: str) -> int:
+    """Return the layers of a kind among the last ones, which share the keys and values of earlier layers.
+
+    Raises:
+        ValueError: the file does not name the kinds of its layers.
+    """
+    number = fields.count_or(0, "num_kv_shared_layers")
+    types = fields.words("layer_types")
+    if number and not types:
+        raise ValueError("num_kv_shared_layers needs layer_types, which tell what these layers are")
+    return (types or [])[-number:].count(kind) if number else 0
 
 
 def _num_window_layers(fields: Fields, mixing: Mixing, num_layers: int) -> int | None:

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from streamrl.hardware.compressed_attention import CompressedAttention, HyperConnections
 from streamrl.hardware.indexer import Indexer
+from streamrl.hardware.layer_inputs import LayerInputs
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 
 MEASURED_STATE = 128 * 128
@@ -303,13 +304,20 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
     """Whether the output of attention has one gate for each head (Laguna)."""
     has_mlp_bias: bool = False
     """Whether the products of a plain MLP have biases (StarCoder2)."""
+    layer_inputs: LayerInputs | None = None
+    num_shared_full: int = 0
+    """Number of layers with full attention to the keys and values of an earlier one. They compute and keep none."""
+    num_shared_windowed: int = 0
+    """The same of layers with a window."""
     num_vision_parameters: int = 0
     """Parameters of a vision tower. Memory and full syncs include them, but no other number does, and no simulation
     computes with them."""
 
     def __post_init__(self) -> None:
         zeros = ("num_window_layers", "num_draft_layers", "num_unmixed_layers", "num_bare_layers")
-        check_positive(self, (*zeros, "num_vision_parameters"))
+        check_positive(
+            self, (*zeros, "num_vision_parameters", "num_shared_full", "num_shared_windowed")
+        )
         if self.num_full_layers < 0:
             raise ValueError(
                 f"num_window_layers and linear.num_layers must be at most num_layers {self.num_layers} together, "
@@ -349,6 +357,12 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             and (self.latent is None or self.latent.q_lora_rank is None)
         ):
             raise ValueError("an indexer needs latent.q_lora_rank, from which it computes queries")
+        shared = self.num_shared_full, self.num_shared_windowed
+        if shared[0] > self.num_full_layers or shared[1] > self.num_windowed_layers:
+            raise ValueError(
+                "num_shared_full and num_shared_windowed must be at most the layers of their kind, "
+                f"{self.num_full_layers} and {self.num_windowed_layers}, got {shared[0]} and {shared[1]}"
+            )
         if self.window_heads is not None and self.num_windowed_layers == 0:
             raise ValueError("window_heads needs layers with a sliding_window")
 
@@ -446,7 +460,9 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
 
         These are the layers with full attention. If there are none, engines keep all tokens of the windowed layers.
         """
-        return self.num_full_layers or self.num_windowed_layers
+        if self.num_full_layers:
+            return self.num_full_layers - self.num_shared_full
+        return self.num_windowed_layers - self.num_shared_windowed
 
     @property
     def windowed(self) -> ModelShape:
@@ -513,7 +529,14 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             model = replace(self, indexer=replace(self.indexer, top_k=None))
         if self.sliding_window is None or longest > self.sliding_window or self.window_heads:
             return model
-        return replace(model, sliding_window=None, num_window_layers=None)
+        shared = model.num_shared_full + model.num_shared_windowed
+        return replace(
+            model,
+            sliding_window=None,
+            num_window_layers=None,
+            num_shared_full=shared,
+            num_shared_windowed=0,
+        )
 
     def attention_parameters(self, tensor_parallel: int = 1) -> float:
         """Return the parameters of one layer's attention on one of `tensor_parallel` GPUs.
@@ -552,10 +575,19 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
             own += indexed * self.indexer.share(self.num_attention_layers)
         if self.compressed is not None:
             return self.num_attention_layers * own + self.compressor_parameters
+        kept = -self.num_shared_full * self.cached_projections(tensor_parallel)
+        kept -= self.num_shared_windowed * self.windowed.cached_projections(tensor_parallel)
         if self.window_heads is None:
-            return self.num_attention_layers * own
+            return self.num_attention_layers * own + kept
         windowed = self.windowed.attention_parameters(tensor_parallel)
-        return self.num_full_layers * own + self.num_windowed_layers * windowed
+        return self.num_full_layers * own + self.num_windowed_layers * windowed + kept
+
+    def cached_projections(self, tensor_parallel: int = 1) -> float:
+        """Return the parameters that make keys and values in one layer on one GPU: their products, and the key's norm."""
+        kv_heads = max(1.0, self.num_kv_heads / tensor_parallel)
+        values = self.value_head_dim * self.has_value_projection
+        products = self.hidden_size * kv_heads * (self.head_dim + values)
+        return products + self.head_dim * self.has_qk_norm
 
     @property
     def compressor_parameters(self) -> int:
@@ -572,6 +604,16 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         if self.hyper_connections is None:
             return 0
         return self.hyper_connections.parameters(self.hidden_size, self.num_blocks)
+
+    @property
+    def layer_input_parameters(self) -> int:
+        """Parameters of the inputs of each layer, with their table."""
+        own = self.layer_inputs
+        if own is None:
+            return 0
+        return own.table_parameters(self.num_layers) + own.parameters(
+            self.hidden_size, self.num_layers
+        )
 
     @property
     def num_mlp_products(self) -> int:
@@ -663,6 +705,7 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         return (
             norms
             + self.hyper_parameters
+            + self.layer_input_parameters / tensor_parallel
             + num_tables * self.num_embedding_parameters / tensor_parallel
             + self.mixing_parameters(tensor_parallel)
             + self.num_linear_layers * linear
@@ -699,6 +742,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         output head.
         """
         idle = 0 if self.has_tied_embeddings else self.num_embedding_parameters
+        if self.layer_inputs is not None:
+            idle += self.layer_inputs.table_parameters(self.num_layers)
         if self.experts is not None:
             num_idle = self.experts.num_experts - self.experts.experts_per_token
             idle += self.num_expert_layers * num_idle * self.expert_parameters
@@ -735,7 +780,8 @@ class ModelShape(ProfileTable, frozen=True, kw_only=True, dict=True):
         """Return the bytes of a rollout on each of `tensor_parallel` GPUs that do not grow: windows and linear states."""
         if self.compressed is not None:
             return self._compressed_state_bytes(self.compressed, dtype)
-        windowed = self.num_windowed_layers if self.num_full_layers else 0
+        kept = self.num_windowed_layers - self.num_shared_windowed
+        windowed = kept if self.num_full_layers else 0
         cached = self.windowed._cached_values(tensor_parallel)
         window = (self.sliding_window or 0) * cached * BYTES[dtype]
         states = 0.0
@@ -826,6 +872,8 @@ def passed_layers(model: ModelShape) -> Iterator[tuple[int, int, int]]:
 def _layers(model: ModelShape, num_experts: int) -> Iterator[tuple[int, int, int]]:
     hidden, products = model.hidden_size, model.num_mlp_products
     yield from _mixing(model)
+    if model.layer_inputs is not None:
+        yield from model.layer_inputs.products(hidden, model.num_layers)
     if model.num_dense_layers:
         yield hidden, model.intermediate_size, (products - 1) * model.num_dense_layers
         yield model.intermediate_size, hidden, model.num_dense_layers

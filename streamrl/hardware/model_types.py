@@ -100,6 +100,13 @@ _DEEPSEEK = ModelType(
 _GEMMA = ModelType(
     qk_norm="head", norms_per_layer=4, is_tied=True, window="stated", default_window=4096
 )
+_GEMMA4 = replace(
+    _GEMMA,
+    full_every=6,
+    default_window=512,
+    defaults={"head_dim": 256, "global_head_dim": 512},
+    unread=frozenset({"enable_moe_block", "use_bidirectional_attention"}),
+)
 _GEMMA3_SIZES = {
     **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 }
@@ -220,12 +227,10 @@ MODEL_TYPES: dict[str, ModelType] = {
         full_every=2,
         defaults={"head_dim": 256},
     ),
-    "gemma4_text": replace(
-        _GEMMA,
-        full_every=6,
-        default_window=512,
-        defaults={"head_dim": 256, "global_head_dim": 512},
-        unread=frozenset({"enable_moe_block", "use_bidirectional_attention"}),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "gemma3n_text": ModelType(
+        refused="its layers mix several residual streams (altup) and have a low-rank branch (laurel)"
     ),
     "olmo": _PLAIN,
     "olmo2": _OLMO2,

@@ -142,7 +142,9 @@ def _mixing(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
         yield LayerKind(
             kind=_attention_name(model),
             num_layers=model.num_full_layers,
-            parameters=round(model.attention_parameters()) * model.num_full_layers + indexed,
+            parameters=round(model.attention_parameters()) * model.num_full_layers
+            + indexed
+            - round(model.cached_projections()) * model.num_shared_full,
             bytes_per_token=cached,
         )
     if model.num_windowed_layers:
@@ -151,7 +153,8 @@ def _mixing(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
         yield LayerKind(
             kind=f"sliding window of {window:,}: {_heads(windowed)}",
             num_layers=model.num_windowed_layers,
-            parameters=round(windowed.attention_parameters()) * model.num_windowed_layers,
+            parameters=round(windowed.attention_parameters()) * model.num_windowed_layers
+            - round(windowed.cached_projections()) * model.num_shared_windowed,
             bytes_per_token=states,
             kept_tokens=window if model.num_full_layers else None,
         )
@@ -220,7 +223,13 @@ def _compressed(model: ModelShape, kv_dtype: str) -> Iterator[LayerKind]:
 
 
 def _streams(model: ModelShape) -> Iterator[LayerKind]:
-    """Yield the hyper-connections of all blocks."""
+    """Yield the hyper-connections of all blocks, and the inputs of each layer."""
+    if model.layer_inputs is not None:
+        yield LayerKind(
+            kind=f"inputs of each layer: {model.layer_inputs.channels} channels, with their table",
+            num_layers=0,
+            parameters=model.layer_input_parameters,
+        )
     if model.hyper_connections is not None:
         streams = model.hyper_connections.num_streams
         yield LayerKind(

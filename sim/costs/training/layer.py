@@ -275,6 +275,11 @@ class Layer(Struct, frozen=True, kw_only=True):
             others = self._attention_projections(model.windowed)
             plain = plain * (1 - windowed) + others * windowed
         attending = model.num_attention_layers / model.num_layers
+        if model.layer_inputs is not None:
+            for inner, outer, count in model.layer_inputs.products(
+                model.hidden_size, model.num_layers
+            ):
+                plain += self._product(outer, inner) * (count / model.num_layers)
         if model.linear is None:
             return plain * attending if attending < 1 else plain
         linear = model.linear.num_layers / model.num_layers
