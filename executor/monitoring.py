@@ -1,4 +1,4 @@
-"""Show a run while it is running: TensorBoard, Weights & Biases, and a live Chrome trace.
+"""Show a run while it is running: TensorBoard, Weights & Biases, MLflow, and a live Chrome trace.
 
 `Trackers` send the figures of each step to the trackers of `execute.trackers`. `LiveTrace` writes the Chrome trace
 incrementally, and closes its array when the run ends. None of them can stop a run: after an error, a tracker or the
@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,10 +28,14 @@ from streamrl.runfile.config import TrackerName
 
 logger = logging.getLogger(__name__)
 
-MODULES: dict[TrackerName, tuple[str, ...]] = {"tensorboard": ("tensorboard",), "wandb": ("wandb",)}
+MODULES: dict[TrackerName, tuple[str, ...]] = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+}
 """Modules that each tracker needs. The extra of this package has the tracker's name."""
 PROJECT = "streamrl"
-"""Default project in Weights & Biases; WANDB_PROJECT overrides it."""
+"""Default project in Weights & Biases and experiment in MLflow; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override it."""
 
 
 class Tracker(Protocol):
@@ -88,6 +94,8 @@ def open_tracker(name: TrackerName, directory: Path) -> Tracker:
             return TensorBoard(directory)
         case "wandb":
             return WeightsAndBiases(directory)
+        case "mlflow":
+            return Mlflow(directory)
         case _:
             assert_never(name)
 
@@ -136,6 +144,53 @@ class WeightsAndBiases:
         """End the run."""
         self._run.finish()
 
+
+MLFLOW_RUN = "mlflow-run"
+"""File in a run directory with the id of its run in MLflow."""
+
+
+class Mlflow:
+    """Logs to one run of MLflow, also after a resume."""
+
+    def __init__(self, directory: Path) -> None:
+        from mlflow import MlflowClient
+
+        store = (
+            os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory.resolve()}/mlflow.db"
+        )
+        self._client: Any = MlflowClient(store)
+        self._run = self._find_run(directory, directory / MLFLOW_RUN)
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a point to each figure's curve; characters that MLflow refuses in a name become `_`."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        points = [
+            Metric(_NOT_MLFLOW.sub("_", key), each, now, step) for key, each in figures.items()
+        ]
+        self._client.log_batch(self._run, metrics=points)
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run)
+
+    def _find_run(self, directory: Path, note: Path) -> str:
+        """Return the id of the run that the directory had before, or of a new one."""
+        if note.is_file():
+            run = note.read_text(encoding="utf-8").strip()
+            self._client.update_run(run, status="RUNNING")
+            return run
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
+        made: str = self._client.create_run(experiment, run_name=directory.name).info.run_id
+        note.write_text(made, encoding="utf-8")
+        return made
+
+
+_NOT_MLFLOW = re.compile(r"[^\w\-. /:]")
+"""Characters that names of MLflow's metrics may not have (mlflow 3, utils/validation.py)."""
 
 MOST_ENTRIES = 500
 """Maximum entries of a block. Each block costs a pass over everything that is running."""

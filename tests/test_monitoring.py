@@ -97,6 +97,21 @@ def test_figures_go_to_tensorboard_and_to_weights_and_biases_too(
     assert list((output / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+def test_figures_go_to_one_run_of_mlflow_also_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    for step, reward in ((1, 0.5), (2, 0.75)):
+        tracker = trackers.open_tracker("mlflow", tmp_path)
+        tracker.write(step, {"reward": reward, "dropped for a, b": 2.0})
+        tracker.close()
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("streamrl").experiment_id])
+    points = client.get_metric_history(run.info.run_id, "reward")
+    assert [(point.step, point.value) for point in points] == [(1, 0.5), (2, 0.75)]
+    assert run.info.status == "FINISHED" and run.data.metrics["dropped for a_ b"] == 2.0
+
+
 def test_a_tracker_that_fails_is_asked_no_more_and_costs_the_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,7 +71,7 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     """Simulated: the same for score, train and the optimizer step."""
 
 
-TrackerName = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class ExecuteConfig(Section, frozen=True, kw_only=True):
@@ -101,7 +101,8 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """
     trackers: tuple[TrackerName, ...] = ()
     """Further outputs of each step's figures besides metrics.jsonl: "tensorboard" (files in the run
-    directory), "wandb" (with WANDB_MODE=offline on this machine).
+    directory), "wandb" (with WANDB_MODE=offline on this machine), "mlflow" (the server of
+    MLFLOW_TRACKING_URI; absent: files in the run directory).
     """
     samples_per_step: int = 3
     """Rollouts of each step in samples.jsonl, for people to read. They come from the group whose
