@@ -216,6 +216,86 @@ def test_a_function_that_never_scores_is_an_error(name: str, mine: Path) -> None
     assert isinstance(found, RuntimeError) and "the record's own answer" in str(found)
 
 
+THEIRS = """
+import os, subprocess
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("gsm8k", {"split": "train"})
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+
+def exact(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth and extra_info["answer"] == ground_truth)
+
+def of_texts(completions, answer, **kwargs):
+    assert kwargs["prompts"] == ["?"]
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+def of_chats(prompts, completions, answer, **kwargs):
+    return [float(said[0]["content"] == right) for said, right in zip(completions, answer)]
+
+def calls_out(completion, record):
+    (Path(__file__).parent / "written").write_text(completion)
+    out = subprocess.run(["cat", Path(__file__).parent / "written"], capture_output=True, text=True)
+    return float(out.stdout == completion and os.environ["MY_SETTING"] == "yes")
+
+def sleeps(completion, record):
+    subprocess.run(["sleep", completion])
+    return 1.0
+"""
+CHAT = [{"role": "user", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "record"),
+    [
+        (
+            "compute_score",
+            "verl",
+            {
+                "prompt": CHAT,
+                "data_source": "gsm8k",
+                "reward_model": {"style": "rule", "ground_truth": "2"},
+                "extra_info": {"split": "train"},
+            },
+        ),
+        ("exact", "verl", {"prompt": "?", "answer": "2"}),
+        ("of_texts", "trl", {"prompt": "?", "answer": "2"}),
+        ("of_chats", "trl", {"prompt": CHAT, "answer": "2"}),
+    ],
+)
+def test_functions_of_verl_and_trl_score_as_they_are(
+    tmp_path: Path, name: str, signature: Any, record: dict[str, Any]
+) -> None:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    rewards = function(tmp_path / "theirs.py", name, signature=signature)
+    right, wrong = scored(rewards, "2", "3", record=record)
+    assert (right.reward, right.fault, wrong.reward, wrong.fault) == (1.0, None, 0.0, None)
+
+
+def test_a_function_outside_the_sandbox_has_files_processes_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SETTING", "yes")
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "beside.py").write_text("def count(text, what): return text.count(what)\n")
+    inside = function(tmp_path / "mine.py", "share")
+    outside = function(tmp_path / "theirs.py", "calls_out", sandbox=False)
+    (found,) = scored([*inside, *outside], "2")
+    assert found == Scoring(1.1, None, {"share": 0.1, "calls_out": 1.0})
+    assert (tmp_path / "written").read_text() == "2"
+    (found,) = scored(function(tmp_path / "theirs.py", "calls_out"), "2", record={"prompt": "?"})
+    assert "error" in str(found.fault), "the sandbox is the default"
+
+
+def test_the_time_limit_holds_outside_the_sandbox_too(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    rewards = function(tmp_path / "theirs.py", "sleeps", sandbox=False)
+    soon, late = scored(rewards, "0.01", "60", record={"prompt": "?"}, time_limit=2.0)
+    assert soon.reward == 1.0 and "time limit" in str(late.fault)
+
+
 @pytest.mark.skipif(bool(find_gaps()), reason="this system has no seccomp or no Landlock")
 def test_what_a_function_runs_of_a_models_text_is_in_the_sandbox(mine: Path) -> None:
     hostile = [

@@ -80,7 +80,9 @@ class ScoringOutcome(NamedTuple):
     """Message of the scorer; do not trust it, because the answer may have written it."""
 
 
-def work(requests: int, verdicts: int, graders: Sequence[Grader], sandbox: Sandbox) -> NoReturn:
+def work(
+    requests: int, verdicts: int, graders: Sequence[Grader], sandbox: Sandbox | None
+) -> NoReturn:
     """Grade requests until `requests` is closed; then the process ends."""
     try:
         refusal = _prepare(sandbox, {requests, verdicts})
@@ -105,13 +107,15 @@ def read_verdict(data: bytes, bounds: tuple[float, float]) -> ScoringOutcome:
     return ScoringOutcome(0.0, "no reward")
 
 
-def _prepare(sandbox: Sandbox, pipes: set[int]) -> bytes:
-    """Close everything except `pipes` and enter the sandbox; return the error to answer with, or nothing."""
+def _prepare(sandbox: Sandbox | None, pipes: set[int]) -> bytes:
+    """Close everything except `pipes` and enter the sandbox, if any; return the error to answer with, or nothing."""
     die_with_parent()
     os.setpgid(0, 0)  # so that it can be killed with any process that it starts
     os.dup2(0, 1)  # 0 is /dev/null
     os.dup2(0, 2)
-    _close_all_but({0, 1, 2, *pipes, *sandbox.files})
+    _close_all_but({0, 1, 2, *pipes, *(sandbox.files if sandbox is not None else ())})
+    if sandbox is None:
+        return b""
     try:
         sandbox.enter()
     except Exception as error:
@@ -166,12 +170,14 @@ class Options(TypedDict):
     """Fields of `RewardConfig`."""
     limits: tuple[float, float]
     """Seconds and bytes; see `SandboxLimits`."""
+    is_sandboxed: bool
+    """Whether workers enter the sandbox; otherwise they keep the environment, and only time limits apply."""
 
 
 def main(options: Options) -> None:
     """Serve until the controller closes the connection."""
     os.umask(0o077)
-    for gap in find_gaps():
+    for gap in find_gaps() if options["is_sandboxed"] else ():
         print(f"the scorer's sandbox is incomplete: {gap}", file=sys.stderr)
     rewards = msgspec.convert(
         options["rewards"], tuple[RewardConfig, ...], dec_hook=lambda kind, value: kind(value)
@@ -181,15 +187,16 @@ def main(options: Options) -> None:
     ours = readable_roots()
     graders = [own.get(number) or load(scorer) for number, scorer in enumerate(scorers)]
     roots = [root for root in readable_roots() if root in ours or holds_libraries(root)]
-    os.environ.clear()
-    for name, value in ENVIRONMENT.items():  # for C libraries that a scorer imports late
-        os.putenv(name, value)
+    if options["is_sandboxed"]:
+        os.environ.clear()
+        for name, value in ENVIRONMENT.items():  # for C libraries that a scorer imports late
+            os.putenv(name, value)
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a worker would copy all pages
     collapse()
     limits = SandboxLimits(*options["limits"])
     connection = socket.socket(fileno=options["connection"])
-    sandbox = Sandbox(limits, roots)
+    sandbox = Sandbox(limits, roots) if options["is_sandboxed"] else None
     ForkServer(connection, scorers, graders, limits, sandbox).serve()
     Path.cwd().rmdir()  # the controller made it for this process
 
@@ -251,7 +258,7 @@ class ForkServer:
         scorers: Sequence[Scorer],
         graders: Sequence[Grader],
         limits: SandboxLimits,
-        sandbox: Sandbox,
+        sandbox: Sandbox | None,
     ) -> None:
         self._connection = connection
         self._scorers = scorers

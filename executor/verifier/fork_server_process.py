@@ -69,9 +69,17 @@ class ForkServerProcess:
 
     @classmethod
     async def start(
-        cls, rewards: Sequence[RewardConfig], limits: SandboxLimits, log: Path
+        cls,
+        rewards: Sequence[RewardConfig],
+        limits: SandboxLimits,
+        log: Path,
+        *,
+        is_sandboxed: bool = True,
     ) -> ForkServerProcess:
-        """Start the process in an empty directory; its output goes to `log`."""
+        """Start the process in an empty directory; its output goes to `log`.
+
+        Without the sandbox it has the environment of this process.
+        """
         directory = tempfile.TemporaryDirectory(prefix="streamrl-verifier-")
         ours, theirs = socket.socketpair()
         options = {
@@ -81,6 +89,7 @@ class ForkServerProcess:
                 msgspec.to_builtins(_with_absolute_file(each), enc_hook=float) for each in rewards
             ],
             "limits": limits,
+            "is_sandboxed": is_sandboxed,
         }
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(
@@ -89,7 +98,7 @@ class ForkServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=ENVIRONMENT,
+                env=ENVIRONMENT if is_sandboxed else {**os.environ, **ENVIRONMENT},
                 cwd=directory.name,
                 start_new_session=True,  # only the controller handles Ctrl-C
             )

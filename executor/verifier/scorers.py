@@ -11,7 +11,7 @@ import importlib.util
 import re
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from math import isfinite
 from numbers import Real
@@ -20,7 +20,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from streamrl.runfile.choices import import_object
-from streamrl.runfile.roles_config import RewardConfig
+from streamrl.runfile.roles_config import RewardConfig, RewardSignature
 from streamrl.runfile.scorer_choice import SCORERS, RewardFunction, function_of
 
 if TYPE_CHECKING:
@@ -414,11 +414,12 @@ def model_scorer(reward: RewardConfig) -> Scorer:
     return Scorer(whole, lambda record: None, _grades_nothing, False, ())
 
 
-def function_scorer(function: RewardFunction, bounds: tuple[float, float]) -> Scorer:
-    """Return a scorer that calls a function with a completion and its record; the result must be in `bounds`."""
+def function_scorer(function: RewardFunction, reward: RewardConfig) -> Scorer:
+    """Return a scorer that calls a function by its signature; the result must be in the reward's bounds."""
+    bounds = reward.bounds
 
     def load() -> Grader:
-        call = import_function(function)
+        call = SIGNATURES[reward.signature](import_function(function))
 
         def grade(record: Record) -> Grade:
             return lambda completion: checked(call(completion, record), bounds)
@@ -428,7 +429,55 @@ def function_scorer(function: RewardFunction, bounds: tuple[float, float]) -> Sc
     return Scorer(whole, _record_answer, load, True, (), bounds=bounds, is_own=False)
 
 
-def import_function(function: RewardFunction) -> Callable[[str, Any], object]:
+Plain: TypeAlias = "Callable[[str, Record], object]"
+
+
+def _from_verl(call: Callable[..., object]) -> Plain:
+    """Call a function as verl does (utils/reward_score); a result may be a table with a `score`.
+
+    Without verl's columns, the ground truth is the record's `answer`, and `extra_info` is the whole record.
+    """
+
+    def score(completion: str, record: Record) -> object:
+        told = record.get("reward_model") or {}
+        truth = told["ground_truth"] if "ground_truth" in told else record.get("answer")
+        found = call(
+            data_source=record.get("data_source", record.get("family")),
+            solution_str=completion,
+            ground_truth=truth,
+            extra_info=record.get("extra_info", record),
+        )
+        return found["score"] if isinstance(found, Mapping) else found
+
+    return score
+
+
+def _from_trl(call: Callable[..., object]) -> Plain:
+    """Call a function as TRL does (trainer/grpo_trainer.py): with lists, here of one rollout.
+
+    The completion of a chat is a message of the assistant. Columns are those of the record.
+    """
+
+    def of_one(completion: str, record: Record) -> object:
+        is_chat = not isinstance(record.get("prompt"), str)
+        said = [{"role": "assistant", "content": completion}] if is_chat else completion
+        columns = {name: [value] for name, value in record.items() if name != "prompt"}
+        found: Any = call(prompts=[record.get("prompt")], completions=[said], **columns)
+        (score,) = found
+        return score
+
+    return of_one
+
+
+SIGNATURES: dict[RewardSignature, Callable[[Callable[..., object]], Plain]] = {
+    "plain": lambda call: call,
+    "verl": _from_verl,
+    "trl": _from_trl,
+}
+"""For each signature, how a function of it is called with a completion and its record."""
+
+
+def import_function(function: RewardFunction) -> Callable[..., object]:
     """Import a function; a function in a file can import modules from the file's directory.
 
     Raises:
@@ -446,7 +495,7 @@ def import_function(function: RewardFunction) -> Callable[[str, Any], object]:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(function.place)
-    imported: Callable[[str, Any], object] | None = getattr(module, function.name, None)
+    imported: Callable[..., object] | None = getattr(module, function.name, None)
     if not callable(imported):
         raise TypeError(f"{function.place} has no function {function.name}")
     return imported
@@ -590,7 +639,7 @@ def make_scorer(reward: RewardConfig) -> Scorer:
     """Return the scorer of a reward whose keys were checked; import none of its libraries yet."""
     function = function_of(reward.scorer)
     if function is not None:
-        return function_scorer(function, reward.bounds)
+        return function_scorer(function, reward)
     make = import_object(SCORERS[reward.scorer].make)
     assert callable(make), reward.scorer
     scorer: Scorer = make(reward)

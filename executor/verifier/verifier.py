@@ -37,7 +37,7 @@ BLOCKED = ("[Errno 38]", "[Errno 13]", "start new thread", "/dev/urandom")
 """Parts of the messages of calls that the sandbox blocks."""
 SANDBOXED = (
     "the sandbox has no threads, processes, network or files of yours: import and read what the function needs at the "
-    "top of the file"
+    "top of the file, or set sandbox = false for this reward"
 )
 MOST_SHOWN = 200
 """Maximum number of characters of a scorer's message in the log."""
@@ -72,21 +72,35 @@ class Verifier(VerifierRole):
         """Pairs of scorer and kind of fault that were logged; each is logged once."""
         self._free = asyncio.Semaphore(config.workers)
         self._starting = asyncio.Lock()
-        self._process: ForkServerProcess | None = None
+        self._processes: dict[bool, ForkServerProcess] = {}
+        """The fork server of scorers in the sandbox (True), and that of functions outside it (False)."""
         self._models: RewardPool | None = None
         if start_model is not None and config.reward_model is not None:
             self._models = RewardPool(start_model, config.workers, config.max_rollouts_per_call)
 
     async def start(self) -> ForkServerProcess:
-        """Start loading the scorers and the reward model, if necessary; return the fork server's process."""
+        """Start loading the scorers and the reward model, if necessary; return a fork server's process."""
         if self._models is not None:
             self._models.begin()
+        kinds = sorted({reward.sandbox for reward in self._rewards} or {True}, reverse=True)
+        processes = [await self._process_of(is_sandboxed) for is_sandboxed in kinds]
+        return processes[0]
+
+    async def _process_of(self, is_sandboxed: bool) -> ForkServerProcess:
+        """Return the fork server of scorers in or outside the sandbox; start it if necessary."""
         async with self._starting:
-            if self._process is None or self._process.is_lost:
-                self._process = await ForkServerProcess.start(
-                    self._rewards, self._limits, self._log
+            process = self._processes.get(is_sandboxed)
+            if process is None or process.is_lost:
+                rewards = [self._rewards[place] for place in self._places(is_sandboxed)]
+                process = self._processes[is_sandboxed] = await ForkServerProcess.start(
+                    rewards, self._limits, self._log, is_sandboxed=is_sandboxed
                 )
-            return self._process
+            return process
+
+    def _places(self, is_sandboxed: bool) -> list[int]:
+        """Return the places of the rewards in or outside the sandbox."""
+        rewards = enumerate(self._rewards)
+        return [place for place, reward in rewards if reward.sandbox == is_sandboxed]
 
     async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
         """Return the reward of a completion; `num_tokens` is its number of output tokens.
@@ -129,8 +143,8 @@ class Verifier(VerifierRole):
         """Kill all processes at once."""
         if self._models is not None:
             self._models.close()
-        if self._process is not None:
-            self._process.close()
+        for process in self._processes.values():
+            process.close()
 
     async def _score(
         self, place: int, completion: str, num_tokens: int, record: Record
@@ -192,9 +206,11 @@ class Verifier(VerifierRole):
         return reply
 
     async def _ask(self, place: int, answer: str, record: Record) -> Reply:
-        process = await self.start()
+        is_sandboxed = self._rewards[place].sandbox
+        process = await self._process_of(is_sandboxed)
+        number = self._places(is_sandboxed).index(place)
         beyond = ANSWER_TIME if process.has_answered else START_TIME
-        return await process.ask(place, answer, record, beyond + self._limits.time)
+        return await process.ask(number, answer, record, beyond + self._limits.time)
 
 
 def _cause(reply: Reply, limits: SandboxLimits) -> str:

@@ -238,6 +238,19 @@ def _check_judge(key: str, reward: RewardConfig) -> None:
         raise RunError(f"{key}.endpoint", reward.endpoint, str, text)
 
 
+def _check_function_keys(key: str, reward: RewardConfig) -> None:
+    """Refuse keys of functions for scorers of this package, which call no code of the user."""
+    if function_of(reward.scorer) is not None:
+        return
+    for name, value, plain in (
+        ("signature", reward.signature, "plain"),
+        ("sandbox", reward.sandbox, True),
+    ):
+        if value != plain:
+            text = f"{key}.{name} applies only to your own functions, not to {reward.scorer!r}; remove it"
+            raise RunError(f"{key}.{name}", value, OneOf([plain]), text, (f"{key}.scorer",))
+
+
 def _check_numbers(key: str, reward: RewardConfig, max_tokens: int) -> None:
     if not isfinite(reward.weight) or reward.weight == 0:
         text = f"{key}.weight must be a finite number other than 0, got {reward.weight}"
@@ -247,6 +260,7 @@ def _check_numbers(key: str, reward: RewardConfig, max_tokens: int) -> None:
         text = f"{key}.bounds must be two finite numbers in ascending order, got {shown(reward.bounds)}"
         raise RunError(f"{key}.bounds", reward.bounds, list, text)
     _check_judge(key, reward)
+    _check_function_keys(key, reward)
     if reward.pattern is not None:
         try:
             re.compile(reward.pattern)

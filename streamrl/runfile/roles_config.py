@@ -40,6 +40,7 @@ NARROW = tuple(name for name in get_args(WeightDtype) if name not in get_args(Wi
 
 
 OverSteps = Literal["min", "mean", "last"]
+RewardSignature = Literal["plain", "verl", "trl"]
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -64,6 +65,15 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     bounds: tuple[float, float] = (0.0, 1.0)
     """For a function: its minimum and maximum; other values are errors. For judge: the range of its
     scores.
+    """
+    signature: RewardSignature = "plain"
+    """For a function: how it is called. plain: score(completion, record). verl:
+    compute_score(data_source, solution_str, ground_truth, extra_info). trl: reward(completions,
+    prompts, **columns), with lists of one.
+    """
+    sandbox: bool = True
+    """For a function: false runs it with network, files, subprocesses and your environment, as trusted
+    code, in a process apart from other scorers. It must not run text of a completion as code.
     """
     endpoint: str | None = None
     """For judge: URL of an OpenAI-compatible server, such as "http://127.0.0.1:8000/v1"."""
