@@ -255,13 +255,13 @@ CHAT = [{"role": "user", "content": "?"}]
             {
                 "prompt": CHAT,
                 "data_source": "gsm8k",
-                "reward_model": {"style": "rule", "ground_truth": "2"},
+                "reward_model": {"style": "rule", "ground_truth": "21"},
                 "extra_info": {"split": "train"},
             },
         ),
-        ("exact", "verl", {"prompt": "?", "answer": "2"}),
-        ("of_texts", "trl", {"prompt": "?", "answer": "2"}),
-        ("of_chats", "trl", {"prompt": CHAT, "answer": "2"}),
+        ("exact", "verl", {"prompt": "?", "answer": "21"}),
+        ("of_texts", "trl", {"prompt": "?", "answer": "21"}),
+        ("of_chats", "trl", {"prompt": CHAT, "answer": "21"}),
     ],
 )
 def test_functions_of_verl_and_trl_score_as_they_are(
@@ -269,7 +269,7 @@ def test_functions_of_verl_and_trl_score_as_they_are(
 ) -> None:
     (tmp_path / "theirs.py").write_text(THEIRS)
     rewards = function(tmp_path / "theirs.py", name, signature=signature)
-    right, wrong = scored(rewards, "2", "3", record=record)
+    right, wrong = scored(rewards, "21", "2", record=record)
     assert (right.reward, right.fault, wrong.reward, wrong.fault) == (1.0, None, 0.0, None)
 
 
