@@ -30,6 +30,7 @@ from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.directory_lock import readable_by
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
+from streamrl.executor.run_guard import RunGuard, dollars_per_second
 from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
 from streamrl.hardware.hugging_face import weight_problems
@@ -174,6 +175,15 @@ def check_executable(run: Run) -> None:
             f"model.path is missing: model.name={run.model.name!r} has no weights here "
             "(--set model.path=DIRECTORY)"
         )
+    cluster = price_local_cores_at_zero(run.cluster)
+    dollars = dollars_per_second(
+        run.rollout, run.trainers, cluster.pools, shares_gpus=run.policies.shares_gpus
+    )
+    if run.execute.budget is not None and not dollars:
+        raise ValueError(
+            f"execute.budget is {run.execute.budget:g}, but the pools of this run cost nothing; "
+            "set cluster.pools.NAME.price, or execute.deadline instead"
+        )
     load_model(run.model)
     if run.merges_adapters and not any(Path(run.model.path).glob("model*.safetensors")):
         raise ValueError(
@@ -214,6 +224,7 @@ def execute(
     watch: Watch = lambda event, state, now: None,
     how_to_resume: str = "streamrl execute RUN.toml --resume",
     take: Take = lambda line: None,
+    planned_step_time: float | None = None,
 ) -> Trace:
     """Execute a run and return its trace; a signal ends it within `execute.grace` and eight seconds.
 
@@ -229,7 +240,9 @@ def execute(
     files = readable_by(run.execute.readers, Path(run.execute.output))
     with files, joined(PlacedRoles.of(run)), Interruption() as interruption:
         try:
-            asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption))
+            asyncio.run(
+                _execute(run, resume, watch, how_to_resume, take, interruption, planned_step_time)
+            )
         except RuntimeError:
             if interruption.signal is None:
                 raise
@@ -262,19 +275,31 @@ async def _execute(
     how_to_resume: str,
     take: Take,
     interruption: Interruption,
+    planned_step_time: float | None,
 ) -> None:
     from streamrl.executor.record import RunDirectory
     from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 
     path = Path(run.execute.output)
+    dollars = dollars_per_second(
+        run.rollout, run.trainers, run.cluster.pools, shares_gpus=run.policies.shares_gpus
+    )
+    guard = RunGuard(run.execute, run.algorithm.steps, dollars, planned_step_time)
+
+    def take_both(line: Mapping[str, object]) -> None:
+        take(line)
+        guard.take(line)
+
     with (
-        contextlib.closing(RunDirectory(path, take)) as directory,
+        contextlib.closing(RunDirectory(path, take_both)) as directory,
         contextlib.closing(SecondaryRecords(run.secondary_trainer_names, path)) as records,
     ):
         directory.find_checkpoint(run, resume)
         if resume:
             records.check()
-        await _execute_in(directory, records, run, resume, watch, how_to_resume, interruption)
+        await _execute_in(
+            directory, records, run, resume, watch, how_to_resume, interruption, guard
+        )
 
 
 async def _execute_in(
@@ -285,6 +310,7 @@ async def _execute_in(
     watch: Watch,
     how_to_resume: str,
     interruption: Interruption,
+    guard: RunGuard,
 ) -> None:
     from streamrl.executor.buffer import RolloutBuffer
     from streamrl.executor.launchers.role_configs import RoleConfigs
@@ -358,6 +384,7 @@ async def _execute_in(
             records,
             checkpoint,
             watch,
+            guard.reason,
         )
 
         def say() -> str:
@@ -367,7 +394,14 @@ async def _execute_in(
 
         loop = asyncio.get_running_loop()
         interruption.watch_over(Ending(loop, world.interrupt, world.abandon, world.stop_time, say))
-        await world.run()
+        try:
+            await world.run()
+        except RuntimeError as error:
+            if guard.ended is None:
+                raise
+            raise RuntimeError(f"{error}{say()}") from None
+        finally:
+            guard.end()
 
 
 def make_launcher(run: Run, directory: RunDirectory, configs: RoleConfigs) -> Launcher:

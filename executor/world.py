@@ -102,7 +102,9 @@ class RealWorld(World[Trace]):
         records: SecondaryRecords,
         resume_from: Checkpoint | None = None,
         watch: Callable[[Event, State, float], None] = lambda event, state, now: None,
+        limit: Callable[[float], str | None] = lambda now: None,
     ) -> None:
+        """Take the parts of a run; `watch` sees each event, and `limit` returns why the run must end now, or None."""
         super().__init__(engine, trace, buffer.workload.learn)
         self._run = trace.run
         self._launcher = launcher
@@ -110,6 +112,7 @@ class RealWorld(World[Trace]):
         self._directory = directory
         self._resume_from = resume_from
         self._watch = watch
+        self._limit = limit
         self._log = RunLog(engine.state, trace.run.secondary_trainer_names)
         self._replicas: dict[int, Replica] = {}
         self._verifier = verifier
@@ -416,6 +419,8 @@ class RealWorld(World[Trace]):
         """Give up commands that hang, until cancelled."""
         while True:
             await asyncio.sleep(TICK)
+            if (reason := self._limit(self.now)) is not None and not self._is_interrupted:
+                self.interrupt(reason)
             for hanging in self._watchdog.tick():
                 self._give_up(*hanging)
 

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,8 @@ from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.files import load_run
 
 logger = logging.getLogger(__name__)
+
+PLAN_JSON = "plan.json"
 
 
 def execute(
@@ -81,7 +84,8 @@ def execute(
             Console(stderr=True, quiet=quiet),
         ) as watch:
             how = _how_to_resume(run_file, overrides or ())
-            trace = execute_run(run, resume, watch.see, how, watch.take)
+            planned = None if overrides else _planned_step_time(run_file)
+            trace = execute_run(run, resume, watch.see, how, watch.take, planned)
     except RunInterruptedError as error:
         with suppress(OSError):  # the terminal was closed
             _log_remains(output)
@@ -122,6 +126,21 @@ def _log_remains(output: Path) -> None:
 def _is_large(output: Path) -> bool:
     """Return whether views of the trace would take long and much memory; then only the live timeline remains."""
     return (output / TRACE).stat().st_size > LARGE
+
+
+def _planned_step_time(run_file: Path) -> float | None:
+    """Return the planned seconds of a step, if the run file is an unchanged plan.toml beside its plan.json."""
+    path = run_file.with_name(PLAN_JSON)
+    if not path.is_file():
+        return None
+    from streamrl.sim.planner.plan import read_plan
+
+    try:
+        plan = read_plan(path)
+    except ValueError:  # of another version
+        return None
+    is_own = plan.run_file == sha256(run_file.read_bytes()).hexdigest()
+    return plan.allocation.step_time if is_own else None
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:

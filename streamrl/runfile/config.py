@@ -129,6 +129,14 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     processes have ended. The default fits into the 30 s of Kubernetes and of Slurm's KillWait. A second
     signal ends the run at once. 0: save nothing.
     """
+    deadline: Duration | None = None
+    """Time after which a start or resume of the run must have ended. It is saved and stopped in time,
+    with exit status 1. Absent: no limit.
+    """
+    budget: float | None = None
+    """Dollars that the GPUs of a start or resume may cost, at the prices of their pools. The run is
+    saved and stopped before it costs more, with exit status 1. Absent: no limit.
+    """
     save_tokens_every: Duration = Duration(5.0)
     """Interval at which the tokens of running rollouts are saved to disk. It limits the tokens lost
     with a replica or the controller process. Long rollouts are saved only after growing by a

@@ -1,0 +1,169 @@
+"""Guard a run: project its end, stop it before its deadline or budget is exceeded, and say if it cannot learn.
+
+`RunGuard.take` gets each line of metrics.jsonl. `RunGuard.reason` is asked every second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from streamrl.hardware.profiles import price_of
+from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.config import ExecuteConfig
+from streamrl.runfile.formatting import format_dollars, format_duration
+from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+FEW_STEPS = 5
+"""Steps after which the end is projected, and steps in a row without a signal after which the run says so."""
+CLOSE_TIME = 8.0
+"""Seconds that processes take to end after `execute.grace`; see `LAST_TIME` in `execute.py`."""
+SECONDS_PER_HOUR = 3600.0
+
+
+def dollars_per_second(
+    rollout: RolloutConfig,
+    trainers: Sequence[TrainerConfig],
+    pools: Mapping[str, PoolConfig],
+    *,
+    shares_gpus: bool,
+) -> float:
+    """Return what the GPUs of replicas and trainers cost; those that the primary trainer shares count once."""
+    used: Counter[str] = Counter()
+    for kind in rollout.kinds:
+        used[kind.pool] += kind.num_gpus
+    leader, *others = trainers
+    own = leader.num_gpus
+    used[leader.pool] = max(used[leader.pool], own) if shares_gpus else used[leader.pool] + own
+    for other in others:
+        used[other.pool] += other.num_gpus
+    return sum(count * price_of(pools[pool]) for pool, count in used.items()) / SECONDS_PER_HOUR
+
+
+class RunGuard:
+    """Watches the steps, the time and the cost of one start of a run."""
+
+    def __init__(
+        self,
+        execute: ExecuteConfig,
+        num_steps: int,
+        dollars: float,
+        planned_step_time: float | None = None,
+    ) -> None:
+        """Take the limits, the steps of the whole run, the cost in dollars per second, and the planned seconds of a step."""
+        self._execute = execute
+        self._planned = planned_step_time
+        self._num_steps = num_steps
+        self._dollars = dollars
+        self._learning = LearningWatch()
+        self._took: deque[float] = deque(maxlen=FEW_STEPS - 1)
+        self._num_seen = 0
+        self.ended: str | None = None
+        """Why the guard has ended the run; None if it has not."""
+
+    @property
+    def time_limit(self) -> tuple[float, str] | None:
+        """Seconds that this start may take, and the key that says so; None without a limit."""
+        limits = []
+        if self._execute.deadline is not None:
+            text = format_duration(self._execute.deadline)
+            limits.append((float(self._execute.deadline), f"execute.deadline ({text})"))
+        if self._execute.budget is not None and self._dollars:
+            text = format_dollars(self._execute.budget)
+            limits.append((self._execute.budget / self._dollars, f"execute.budget ({text})"))
+        return min(limits, default=None)
+
+    def reason(self, now: float) -> str | None:
+        """Return why the run must be saved and ended at `now` seconds; None if it may go on, or was told before."""
+        limit = self.time_limit
+        if limit is None or self.ended is not None:
+            return None
+        seconds, key = limit
+        margin = min(self._execute.grace + CLOSE_TIME, seconds / 2)
+        if now < seconds - margin:
+            return None
+        self.ended = f"{key} would be exceeded"
+        return self.ended
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Read a line of metrics.jsonl."""
+        if not isinstance(line.get("step"), int):
+            return
+        self._learning.take(line)
+        self._num_seen += 1
+        if self._num_seen > 1:  # the first step includes the start of processes
+            self._took.append(float(line["step_time"]))
+        if self._num_seen == FEW_STEPS:
+            logger.info(self._projection(line["step"], float(line["time"])))
+
+    def _projection(self, step: int, now: float) -> str:
+        """Return the expected time and cost of this start, and whether a limit ends it earlier."""
+        pace = median(self._took)
+        total = now + (self._num_steps - step) * pace
+        text = f"after {FEW_STEPS} steps: {format_duration(pace)} a step"
+        if self._planned is not None:
+            text += f" ({pace / self._planned - 1:+.0%} against {format_duration(self._planned)} planned)"
+        text += f", {format_duration(total)} in all"
+        if self._dollars:
+            text += f", {format_dollars(total * self._dollars)}"
+        limit = self.time_limit
+        if limit is not None and total > limit[0]:
+            reached = step + int(max(0.0, limit[0] - now) / max(pace, 1e-9))
+            text += f"; {limit[1]} ends the run at about step {reached:,} of {self._num_steps:,}"
+        return text
+
+    def end(self) -> None:
+        """Say at the end if the run could not learn."""
+        self._learning.end()
+
+
+class LearningWatch:
+    """Says if steps have no learning signal: all rewards of each group are equal, or the gradient is zero."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_futile = 0
+        self._in_a_row = 0
+        self._last: Mapping[str, Any] = {}
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Read the figures of a step."""
+        is_futile = line.get("uniform_groups") == 1.0 or line.get("grad_norm") == 0.0
+        self._num_steps += 1
+        self._num_futile += is_futile
+        self._in_a_row = self._in_a_row + 1 if is_futile else 0
+        self._last = line
+        if self._in_a_row == FEW_STEPS:
+            logger.warning(
+                f"{FEW_STEPS} steps in a row taught the model nothing, up to step {line['step']}: {causes(line)}"
+            )
+
+    def end(self) -> None:
+        """Log how many steps taught nothing, if those were most of them or the last ones."""
+        is_many = self._num_futile > self._num_steps / 2 or self._in_a_row >= FEW_STEPS
+        if self._num_steps >= FEW_STEPS and is_many:
+            what = f"{self._num_futile:,} of {self._num_steps:,} steps taught the model nothing"
+            logger.warning(f"{what}: {causes(self._last)}")
+
+
+def causes(line: Mapping[str, Any]) -> str:
+    """Return what the figures of a step without a signal show, and its likely causes."""
+    shown = [f"reward {line.get('reward', 0.0):.3f} in every group"]
+    if line.get("reward_std"):
+        shown = ["each group has equal rewards"]
+    if line.get("uniform_groups") != 1.0:
+        shown = ["the gradient is 0"]
+    if line.get("cut_off", 0.0) >= 1.0:
+        return f"{shown[0]}, and all completions are cut off; raise rollout.max_tokens, or check that the prompts have the chat template"
+    if line.get("unscored"):
+        return f"{shown[0]}, and {line['unscored']:,} completions have no score; see the scorer's warning above"
+    if line.get("uniform_groups") != 1.0:
+        return f"{shown[0]}; check algorithm.learning_rate and the clipping"
+    if line.get("reward", 0.0) >= 1.0:
+        return f"{shown[0]}; the prompts are too easy, or the scorer accepts everything (streamrl samples RUN)"
+    return f"{shown[0]}; the prompts are too hard, or the scorer refuses the format (streamrl samples RUN)"

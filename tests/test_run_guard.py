@@ -1,0 +1,116 @@
+"""A run projects its end, is saved before a limit is exceeded, and says that it cannot learn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.executor.run_guard import FEW_STEPS, LearningWatch, RunGuard, dollars_per_second
+from streamrl.runfile.config import ExecuteConfig
+from streamrl.runfile.units import Duration
+from tests.runs import small_run
+from tests.scripted import make_world
+from tests.test_execute import real_run
+
+
+def step(number: int, **figures: Any) -> dict[str, Any]:
+    return {"step": number, "step_time": 10.0, "time": 30.0 + 10.0 * number, **figures}
+
+
+def guard(dollars: float = 0.0, **limits: Any) -> RunGuard:
+    return RunGuard(ExecuteConfig(grace=Duration(20.0), **limits), 100, dollars)
+
+
+def test_a_run_ends_in_time_to_be_saved_before_its_deadline_and_is_told_once() -> None:
+    own = guard(deadline=Duration(1000.0))
+    assert own.reason(971.0) is None
+    assert own.reason(973.0) == "execute.deadline (17 min) would be exceeded"
+    assert own.reason(974.0) is None and own.ended
+
+
+def test_a_budget_is_a_time_at_the_price_of_the_gpus_and_the_earlier_limit_counts() -> None:
+    assert guard(2.0, budget=100.0).time_limit == (50.0, "execute.budget ($100.00)")
+    both = guard(2.0, budget=100.0, deadline=Duration(40.0)).time_limit
+    assert both is not None and both[0] == 40.0
+    assert guard(2.0, budget=100.0).reason(26.0)  # half of a short limit is left for the end
+    assert guard().reason(1e9) is None
+
+
+def test_gpus_that_both_sides_share_are_paid_once() -> None:
+    prices = {"cluster.pools.far.price": 3600.0, "cluster.pools.near.price": 7200.0}
+    apart, shared = small_run(prices), small_run({**prices, "policies.system": "colocated"})
+    for run, dollars in ((apart, 2 * 1.0 + 4 * 2.0), (shared, 4 * 1.0)):
+        pools, shares_gpus = run.cluster.pools, run.policies.shares_gpus
+        own = dollars_per_second(run.rollout, run.trainers, pools, shares_gpus=shares_gpus)
+        assert own == dollars
+
+
+def test_the_end_is_projected_after_a_few_steps(caplog: pytest.LogCaptureFixture) -> None:
+    own = guard(2.0, deadline=Duration(500.0))
+    with caplog.at_level(logging.INFO):
+        for number in range(1, FEW_STEPS + 3):
+            own.take(step(number, reward=0.5, uniform_groups=0.0, grad_norm=1.0))
+        own.end()
+    (line,) = caplog.messages
+    assert line.startswith("after 5 steps: 10 s a step, 17 min in all, $2,060")
+    assert line.endswith("execute.deadline (500 s) ends the run at about step 47 of 100")
+
+
+def test_the_projection_compares_with_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    own = RunGuard(ExecuteConfig(), 100, 0.0, planned_step_time=8.0)
+    with caplog.at_level(logging.INFO):
+        for number in range(1, FEW_STEPS + 1):
+            own.take(step(number, reward=0.5, uniform_groups=0.0, grad_norm=1.0))
+    (line,) = caplog.messages
+    assert line == "after 5 steps: 10 s a step (+25% against 8 s planned), 17 min in all"
+
+
+@pytest.mark.parametrize(
+    ("figures", "cause"),
+    [
+        ({"reward": 0.0, "uniform_groups": 1.0, "cut_off": 1.0}, "raise rollout.max_tokens"),
+        ({"reward": 0.0, "uniform_groups": 1.0, "unscored": 8}, "8 completions have no score"),
+        ({"reward": 0.0, "uniform_groups": 1.0}, "too hard, or the scorer refuses"),
+        ({"reward": 1.0, "uniform_groups": 1.0}, "too easy"),
+        ({"reward": 0.5, "uniform_groups": 0.5, "grad_norm": 0.0}, "algorithm.learning_rate"),
+    ],
+)
+def test_a_run_that_cannot_learn_says_so_after_a_few_steps_and_at_the_end_with_the_cause(
+    caplog: pytest.LogCaptureFixture, figures: dict[str, Any], cause: str
+) -> None:
+    watch = LearningWatch()
+    for number in range(1, FEW_STEPS + 4):
+        watch.take(step(number, **figures))
+    (early,) = caplog.messages
+    watch.end()
+    assert "5 steps in a row taught the model nothing, up to step 5" in early and cause in early
+    assert caplog.messages[1].startswith("8 of 8 steps taught the model nothing")
+
+
+def test_a_run_that_learns_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LearningWatch()
+    for number in range(1, 20):
+        watch.take(step(number, reward=0.5, uniform_groups=float(number % 3 == 0), grad_norm=1.0))
+    watch.end()
+    assert not caplog.messages
+
+
+def test_a_run_that_reaches_its_limit_is_saved_and_stopped(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=100_000, execute__checkpoint_every=100_000)
+
+    def limit(now: float) -> str | None:
+        return "the limit" if now > 1.0 else None
+
+    async def go() -> tuple[int, int]:
+        world = make_world(run, {"slowest": 0.01}, limit=limit)
+        with pytest.raises(RuntimeError, match="the limit"):
+            await world.run()
+        leader = world.engine.state.leader
+        return leader.version, leader.checkpoint_version
+
+    made, saved = asyncio.run(asyncio.wait_for(go(), 60))
+    assert made == saved > 0
