@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.band import (
-    ROOFLINE,
-    UNCHECKED,
-    Band,
-    band_of,
-    hull,
-    model_error_of,
-    named_datasheets,
-)
+from streamrl.record.band import Band, ModelError, band_of, hull, named_datasheets
 from streamrl.record.metrics import bands_of_speed, measure
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.plan_report import head_lines
@@ -35,40 +27,35 @@ from tests.test_metrics import two_steps
 from tests.test_report import PREDICTED, WHOLE
 from tests.test_whole_run import SPEED
 
-ERROR = model_error_of({"composed": 1.0}, [0.25, 0.1])
+ERROR = ModelError(low=0.8, high=1.25, datasheet_share=0.0)
 
 
 # Arithmetic ---------------------------------------------------------------------------------------
 
 
 def test_a_band_is_the_interval_stretched_by_the_model_error() -> None:
-    assert (ERROR.low, ERROR.high) == pytest.approx((1 / 1.25, 1 / 0.75))
     band = band_of(100.0, (90.0, 110.0), ERROR)
-    assert (band.low, band.high) == pytest.approx((90 / 1.25, 110 / 0.75))
+    assert (band.low, band.high) == pytest.approx((90 * 0.8, 110 * 1.25))
     assert band_of(100.0, None, None) == Band(low=100.0, high=100.0)
 
 
 def test_what_does_not_grow_with_seconds_is_in_no_band() -> None:
     found = bands_of_speed(SPEED, ERROR)  # 10 s in (9, 11), $7 a step, of which $2 are egress
-    assert found.step_time_band.low == pytest.approx(9 / 1.25)
-    assert found.cost_per_step_band.low == pytest.approx(2 + 5 * 0.9 / 1.25)
-    assert found.cost_per_step_band.high == pytest.approx(2 + 5 * 1.1 / 0.75)
-    assert found.cost_per_million_tokens_band.high == pytest.approx((2 + 5 * 1.1 / 0.75) * 1000)
+    assert found.step_time_band.low == pytest.approx(9 * 0.8)
+    assert found.cost_per_step_band.low == pytest.approx(2 + 5 * 0.9 * 0.8)
+    assert found.cost_per_step_band.high == pytest.approx(2 + 5 * 1.1 * 1.25)
+    assert found.cost_per_million_tokens_band.high == pytest.approx((2 + 5 * 1.1 * 1.25) * 1000)
 
 
-def test_operations_that_were_never_checked_make_a_guess_of_the_widest_error() -> None:
-    guess = model_error_of({"composed": 1.0}, [0.1], ["train"])
-    assert guess.high == pytest.approx(1 / (1 - UNCHECKED))
-    assert guess.is_guess and guess.note == "band of a guess: errors of train were never checked"
-    assert not ERROR.is_guess and ERROR.note == "band: model error included"
-
-
-def test_a_band_from_datasheets_is_wide_and_says_so() -> None:
-    guess = model_error_of({"roofline": 0.7, "composed": 0.3}, [0.25])
-    assert guess.high == pytest.approx(0.7 * ROOFLINE[1] + 0.3 / 0.75)
+def test_the_note_of_a_band_says_what_it_holds_and_whether_it_is_a_guess() -> None:
+    assert not ERROR.is_guess and ERROR.note == "band: 8 in 10 published steps are within it"
+    assert ERROR.of_step == "-20 to +25 %"
+    unchecked = replace(ERROR, unchecked=["train"])
+    assert unchecked.is_guess
+    assert unchecked.note == "band of a guess: errors of train were never checked"
+    guess, little = (replace(ERROR, datasheet_share=share) for share in (0.7, 0.04))
     assert guess.note == "band of a guess: 70 % of the seconds are from datasheets"
-    little = model_error_of({"roofline": 0.04, "composed": 0.96}, [0.25])
-    assert little.note == "band: model error included; 4 % of the seconds are from datasheets"
+    assert little.note == f"{ERROR.note}; 4 % of the seconds are from datasheets"
 
 
 def test_bands_of_several_seeds_are_joined() -> None:
@@ -119,13 +106,13 @@ def test_terminal_json_and_report_of_a_simulation_have_one_band(
     html = render_html(make_page(read_report([tmp_path / "run"]))).replace("\xa0", " ")
     for text in (shown, html):
         assert dollars in text and step_time in text
-    assert " ± " not in shown.partition("error of kernels")[0]
+    assert " ± " not in shown.partition("error of the step")[0]
 
 
 def test_intervals_are_shown_to_who_asks() -> None:
     assert time_text(WHOLE, intervals=True) == "2.500 h ± 0.028"
     assert headline(WHOLE, ERROR, intervals=True).endswith(
-        "; ± is a 95 % interval; band: model error included"
+        "; ± is a 95 % interval; band: 8 in 10 published steps are within it"
     )
     assert "±" not in headline(WHOLE, ERROR)
     assert figure_text(PREDICTED, "step_time", intervals=True) == "90 s ± 1"
@@ -173,13 +160,11 @@ def test_a_guess_names_what_takes_the_seconds_from_datasheets() -> None:
             "all-reduce on A100": 0.012,
         }
     )
-    guess = model_error_of({"roofline": 0.4, "composed": 0.6}, [0.25], datasheets=named)
+    guess = replace(ERROR, datasheet_share=0.4, datasheets=named)
     assert guess.note == (
         "band of a guess: 40 % of the seconds are from datasheets (24 % attention of decode on A100, "
         "10 % weight sync and 5 % decode)"
     )
-    little = model_error_of({"roofline": 0.04, "composed": 0.96}, [0.25], datasheets=named)
-    assert little.note == "band: model error included; 4 % of the seconds are from datasheets"
 
 
 def test_attention_beyond_its_table_is_named_with_its_layers_and_its_gpu() -> None:

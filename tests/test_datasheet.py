@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from math import exp, log, sqrt
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from benchmarks.derive_efficiency import errors_text, table_text, thinned
 from streamrl.hardware.efficiency import PATH, scaled_errors
 from streamrl.hardware.profiles import load_gpu, load_model
-from streamrl.hardware.tiers import datasheet_share
-from streamrl.record.band import ROOFLINE, ModelError, mixed_basis, model_error_of
+from streamrl.hardware.step_errors import step_errors
+from streamrl.hardware.tiers import Tier, datasheet_share
+from streamrl.record.band import StepBasis, mixed_basis, model_error_of, scaled_spread
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import EFFICIENCY, Kernels
@@ -117,10 +120,24 @@ def test_a_datasheet_does_not_beat_a_table_by_more_than_bandwidth(steps: list[Le
 
 
 def test_the_band_of_scaled_seconds_is_the_error_on_hidden_tables() -> None:
-    errors, scaled = scaled_errors(), model_error_of({"scaled": 1.0}, [])
-    widest = max(errors.decode.p90, errors.training.p90)
-    assert (scaled.low, scaled.high) == (1 / (1 + widest), 1 / (1 - widest))
-    assert ROOFLINE[0] < scaled.low and scaled.high < ROOFLINE[1]
+    errors = scaled_errors()
+    widest = log(1 + max(errors.decode.p90, errors.training.p90))
+    assert scaled_spread() == pytest.approx(widest * 1.2816 / 1.645, rel=1e-3)
+    known, scaled = (
+        model_error_of(
+            StepBasis(
+                replicas={"generation": 1.0},
+                trainer={},
+                tiers={"generation": {tier: 1.0}},
+                partition=("dense", "hopper"),
+            ),
+            float(tier == "scaled"),
+        )
+        for tier in get_args(Tier)[1:3]
+    )
+    factor = log(known.high) / step_errors().spread("generation", ["dense"])
+    further = sqrt(log(scaled.high) ** 2 - log(known.high) ** 2) / factor
+    assert further == pytest.approx(scaled_spread())
     assert scaled.note == "band of a guess: 100 % of the seconds are from datasheets"
 
 
@@ -138,5 +155,4 @@ def test_the_documentation_states_the_errors_of_whole_steps(steps: list[LeftOut]
         by_name.setdefault(each.name, []).extend(errors)
     for name, cells in by_name.items():
         assert f"| **whole {name}** | {' | '.join(cells)} |" in text
-    error: ModelError = model_error_of({"scaled": 1.0}, [])
-    assert f"| scaled | {error.low:.2f} to {error.high:.2f} times the simulated one" in text
+    assert f"a further spread of {exp(scaled_spread()) - 1:.0%}".replace("%", " %") in text

@@ -41,7 +41,7 @@ def test_two_stages_that_became_worse_are_named_although_they_cancel() -> None:
     lines = list(worsened({"steps": now}, before))
     assert lines == [
         f"steps, {group}: {what} 20.0%, before 10.0%"
-        for group in ("stage a", "stage b")
+        for group in ("stage a", "stage b", "bands of whole steps")
         for what in ("median error", "p90 of errors")
     ]
 
@@ -61,16 +61,26 @@ def test_what_is_lost_is_named(row: Row, word: str) -> None:
     assert bool(lines) is bool(word) and word in "".join(lines)
 
 
+def test_bands_of_all_steps_may_not_leave_the_range_that_they_claim() -> None:
+    good = [replace(ROW, name=str(k), band=(11.5, 12.0) if k < 2 else ROW.band) for k in range(10)]
+    before = partitions_of({"steps": good})
+    assert before["steps", "bands of whole steps"].in_band == 0.8
+    wide = [replace(ROW, name=str(k), band=(5.0, 20.0)) for k in range(10)]
+    (line,) = worsened({"steps": wide}, before)
+    assert line.startswith("bands of whole steps: 100% of the rows in a band of 80 %")
+    assert not list(worsened({"steps": good}, partitions_of({"steps": wide})))
+
+
 def test_a_set_that_was_not_predicted_is_not_compared() -> None:
     assert not list(worsened({"memory": [ROW]}, partitions_of({"steps": [ROW]})))
 
 
 def test_validate_ends_with_1_where_an_error_rose(tmp_path: Path) -> None:
-    header = "set,group,rows,median,p90,in_band\n"
-    line = 'memory,"KV cache, vllm-0.6: constants from these",2,{},0.1,\n'
+    header = "set,group,rows,median,p90,in_band,half_band\n"
+    line = 'memory,"KV cache, vllm-0.6: constants from these",2,{},0.1,,\n'
     for median, code in ((0.1, 0), (0.0, 1)):
         (tmp_path / "before.csv").write_text(
-            header + line.format(median).replace("0.1,\n", f"{median},\n")
+            header + line.format(median).replace("0.1,,\n", f"{median},,\n")
         )
         done = streamrl("validate", "memory", "--against", tmp_path / "before.csv")
         assert done.returncode == code, done.stderr

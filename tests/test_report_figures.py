@@ -12,8 +12,8 @@ from rich.console import Console, RenderableType
 
 from streamrl.hardware.profiles import load_gpu
 from streamrl.record.attribution import BUSY, IDLE
-from streamrl.record.band import MEASURED, ROOFLINE, UNCHECKED
-from streamrl.report.page.band import Band
+from streamrl.record.band import ModelError, StageError
+from streamrl.report.page.band import OF_STEP, Band
 from streamrl.report.page.details import of_plan, of_run
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.sources import read_sources
@@ -22,7 +22,6 @@ from streamrl.report.pictures.range_bars import Bar, Swing, bars_picture, tornad
 from streamrl.report.pictures.stacked_bars import RIGHT, WIDTH, shares_picture
 from streamrl.report.pictures.step_timeline import typical_step
 from streamrl.report.plan_report import plan_report
-from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.planner.plan import read_plan, write_plan
 from tests.report_directories import write_planned, write_runs
 from tests.test_report import PREDICTED
@@ -30,36 +29,39 @@ from tests.test_report import PREDICTED
 # How sure it is -----------------------------------------------------------------------------------
 
 
-def test_a_band_stretches_the_seeds_by_what_each_tier_may_be_wrong() -> None:
-    band = Band(seeds=(0.9, 1.2), num_seeds=3, tiers={"composed": 0.7, "roofline": 0.3})
-    composed = 1 / (1 + UNCHECKED), 1 / (1 - UNCHECKED)
-    least = 0.9 * (0.7 * composed[0] + 0.3 * ROOFLINE[0])
-    most = 1.2 * (0.7 * composed[1] + 0.3 * ROOFLINE[1])
-    assert band.factors == pytest.approx((least, most)) and band.unmeasured == 0.3
+ERROR = ModelError(
+    low=0.8,
+    high=1.25,
+    datasheet_share=0.3,
+    stages={
+        "generation": StageError(share=0.7, error=0.2),
+        "train": StageError(share=0.3, error=0.5),
+    },
+)
 
 
-def test_a_less_known_tier_may_be_wrong_by_more() -> None:
-    band = Band(p90={"decode": 0.12, "train": 0.176})
-    ranges = [band.may_be(tier) for tier in ("measured", "composed", "roofline")]
-    assert ranges[0] == MEASURED
-    for (low, high), (lower, higher) in pairwise(ranges):
-        assert lower < low < 1 < high < higher
-
-
-def test_composed_seconds_are_as_sure_as_the_worst_checked_of_what_the_run_is_made_of() -> None:
-    band = Band(tiers={"composed": 1.0}, p90={"decode": 0.1, "prefill": 0.1, "train": 0.25})
-    assert band.factors == pytest.approx((1 / 1.25, 1 / 0.75))
-    assert "within 10\N{NO-BREAK SPACE}% (decode, prefill) and 25\N{NO-BREAK SPACE}% (train)" in (
-        band.reason("composed")
+def test_a_band_stretches_the_seeds_by_the_error_of_the_step() -> None:
+    band = Band(
+        seeds=(0.9, 1.2), num_seeds=3, tiers={"composed": 0.7, "roofline": 0.3}, error=ERROR
     )
-    widest = load_training_profile().held_out["mixture"].p90
-    assert pytest.approx(widest, abs=0.005) == UNCHECKED
+    assert band.factors == pytest.approx((0.9 * 0.8, 1.2 * 1.25)) and band.unmeasured == 0.3
+    assert list(band.rows()) == [
+        ("generation", 0.7, pytest.approx(1 / 1.2), 1.2),
+        ("train", 0.3, pytest.approx(1 / 1.5), 1.5),
+        (OF_STEP, None, 0.8, 1.25),
+    ]
 
 
-def test_a_run_has_the_errors_that_its_profiles_state(tmp_path: Path) -> None:
-    (option,) = read_report(write_runs(tmp_path, run={})).options
-    assert option.band.p90["train"] == load_training_profile().held_out["dense"].p90
-    assert option.band.p90["decode"] > 0.05
+def test_report_and_terminal_have_the_one_error_of_the_step(tmp_path: Path) -> None:
+    report = read_report(write_runs(tmp_path, run={}))
+    (option,) = report.options
+    assert option.run is not None and option.band.error == option.run.metrics.model_error
+    error = option.run.metrics.model_error
+    assert error is not None and option.band.factors == pytest.approx(
+        (option.band.seeds[0] * error.low, option.band.seeds[1] * error.high)
+    )
+    html = render_html(make_page(report))
+    assert f"{error.low:.2f} to {error.high:.2f} times" in html and OF_STEP in html
 
 
 def test_a_clock_has_no_tier_and_unknown_tiers_have_no_band() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from msgspec.structs import replace
@@ -14,11 +13,11 @@ from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
 from streamrl.record.metrics import measure
-from streamrl.record.uncertainty import uncertainty_of, unmeasured_warning, unshared_error
+from streamrl.record.uncertainty import unmeasured_warning, unshared_error
 from streamrl.runfile.files import make_run
 from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.fidelity import rl_steps
-from streamrl.sim.fidelity.published_rows import Evidence, Row, summarise
+from streamrl.sim.fidelity.published_rows import Row, summarise
 from streamrl.sim.fidelity.rl_steps import (
     PhaseSeconds,
     Published,
@@ -27,7 +26,15 @@ from streamrl.sim.fidelity.rl_steps import (
     phase_seconds,
     simulate_step,
 )
-from streamrl.sim.fidelity.scorecard import LIMITS, sections, write_history
+from streamrl.sim.fidelity.scorecard import (
+    BEGIN,
+    END,
+    LIMITS,
+    scorecard,
+    sections,
+    with_scorecard,
+    write_history,
+)
 from streamrl.sim.world import simulate
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import small_run
@@ -188,22 +195,6 @@ def test_a_fitted_row_is_judged_without_its_model() -> None:
     assert ROW.error == pytest.approx(-0.1)
 
 
-def test_errors_of_a_side_add_up_and_those_of_two_sides_are_independent() -> None:
-    errors = {"decode": 0.1, "train": 0.2, "score": 0.2}
-    sides = {"rollout": {"decode": 0.8}, "trainer": {"train": 0.3, "score": 0.1}}
-    found = uncertainty_of(errors, sides)
-    assert found.step_time == pytest.approx(((0.8 * 0.1) ** 2 + (0.4 * 0.2) ** 2) ** 0.5)
-    assert uncertainty_of({"decode": 0.1}, sides).step_time is None
-    widest = {"decode": 0.2, "train": 0.5, "prefill": 0.9}
-    assert found.p90 == {} and uncertainty_of(errors, sides, widest).p90 == {
-        "decode": 0.2,
-        "train": 0.5,
-    }
-    assert uncertainty_of(
-        errors, {"rollout": {"decode": 0.8, "prefill": 0.0}}
-    ).step_time == pytest.approx(0.08)
-
-
 def test_what_two_plans_share_says_nothing_of_which_is_better() -> None:
     stages = {"decode": 0.04, "train": 0.06}
     assert unshared_error(stages, {"decode"}) == 0.06
@@ -233,16 +224,41 @@ def test_an_engine_answers_for_gpus_that_it_was_measured_on_and_others_for_the_r
 
 def test_the_page_has_each_group_with_its_errors_and_what_cannot_be_predicted() -> None:
     lines = list(sections({"training": [ROW]}))
-    assert "| a framework | 1 | 10.0% | 10.0% | -10.0% | 0% |  |" in lines
+    assert "| a framework | 1 | 10.0% | 10.0% | -10.0% |  |  |  |" in lines
     assert all(f"- {limit}" in lines for limit in LIMITS)
 
 
-def test_the_page_begins_with_rows_that_nothing_was_fitted_to() -> None:
+def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     fitted = replace(ROW, is_fitted=True)
-    lines = list(sections({"training": [fitted, replace(fitted, left_out=8.0), ROW]}))
-    found = [line for line in lines if line.split(" | ")[0][2:] in get_args(Evidence)]
-    assert [line.split(" | ")[0] for line in found] == ["| not fitted", "| left out", "| in sample"]
-    assert [line.split(" | ")[3] for line in found] == ["10.0%", "20.0%", "10.0%"]
+    sets = {
+        "memory": [fitted],
+        "training": [
+            fitted,
+            replace(fitted, left_out=8.0),
+            ROW,
+            replace(ROW, predicted=(5.0, 20.0)),
+        ],
+    }
+    training, memory = list(scorecard(sets))[2:]
+    cells = [cell.strip() for cell in training.strip("|").split("|")]
+    assert cells[:3] == ["training steps", "2", "5.0%"] and cells[5] == "150%"
+    assert cells[8:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
+    assert memory.startswith("| KV cache of replicas | 0 |") and memory.endswith("10.0% of 1 |")
+
+
+def test_a_range_does_not_count_as_exact_and_its_width_is_listed() -> None:
+    (line,) = list(scorecard({"training": [replace(ROW, predicted=(5.0, 11.35))]}))[2:]
+    assert "| 24.7% | 24.7% | -24.7% | 127% |" in line
+
+
+def test_readme_and_page_have_one_scorecard() -> None:
+    root = Path(__file__).parents[1]
+    readme, page = ((root / name).read_text() for name in ("README.md", "docs/fidelity.md"))
+    table = readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
+    assert table.count("\n") > 10 and table in page
+    assert with_scorecard(readme, {"training": [ROW]}).count("training steps") == 1
+    with pytest.raises(ValueError, match="must have the lines"):
+        with_scorecard("no marks", {})
 
 
 def test_the_history_has_a_line_a_commit(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.precision import Precision
 from streamrl.hardware.profiles import check_profiles, load_gpu
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
-from streamrl.hardware.tiers import DATASHEETS, Provenance
+from streamrl.hardware.tiers import DATASHEETS, PARTITION, Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
@@ -183,6 +183,8 @@ class Costs(TrainerCosts):
     """Costs of the reward-model replicas; None if there are none."""
     others: tuple[Costs, ...] = ()
     """For each kind in `rollout.others`, in order: costs of a run with replicas of this kind only."""
+    partition: tuple[str, ...] = ()
+    """Known before a run about the size of its errors: kind of model, silicon, and whether the framework is named."""
     provenance: dict[str, Provenance]
     """Source of the seconds of each operation: prefill, decode, score, train and sync. Also
     cache_transfer if the run moves caches, and verify if a reward model's seconds are not in the
@@ -257,6 +259,7 @@ class Costs(TrainerCosts):
         everything = (*self.provenance.values(), *(costs.provenance for costs in self.followers))
         sources = dict.fromkeys(source for found in everything for source in found.sources)
         facts = {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
+        facts[PARTITION] = list(self.partition)
         return {**facts, DATASHEETS: named} if named else facts
 
 
@@ -284,6 +287,7 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
             SecondaryTrainerCosts.load(resolved, number) for number in range(1, run.num_trainers)
         ),
         rewards=rewards,
+        partition=partition_of(resolved),
         provenance={
             "prefill": _replica_source(prefill.provenance, replica, run.costs),
             "decode": _replica_source(decode.provenance, replica, run.costs),
@@ -300,6 +304,18 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
         costs = _with_source(costs, "verify", rewards.provenance)
     costs = _with_factors(costs, run.costs, Corrections.of(resolved))
     return _with_framework(costs, framework_sources(resolved))
+
+
+def partition_of(resolved: ResolvedRun) -> tuple[str, ...]:
+    """Return the kind of model, the silicon of both sides, and whether the framework is named."""
+    run = resolved.run
+    pools = dict.fromkeys((run.trainer.pool, *(kind.pool for kind in run.rollout.kinds)))
+    silicon = dict.fromkeys(
+        load_gpu(run.cluster.pools[pool].gpu).generation or "other" for pool in pools
+    )
+    kind = "dense" if resolved.replica.model.experts is None else "mixture"
+    framework = "default framework" if run.framework.name is None else "named framework"
+    return kind, " and ".join(sorted(silicon)), framework
 
 
 def _of_kinds(resolved: ResolvedRun) -> Costs:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from streamrl.hardware.tiers import Provenance
+from streamrl.hardware.step_errors import STAGES
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
 from streamrl.record.assumed import assumed_of_hardware
-from streamrl.record.band import Band, model_error_of
+from streamrl.record.band import Band, CostFacts, basis_of, model_error_of
 from streamrl.record.charges import PaidGpus
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import shown
@@ -22,17 +22,9 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.diagnosis.changes import CHANGES, Change, Sections, Settings
 from streamrl.sim.diagnosis.result import Advice, Diagnosis, Stage, Verdict
 
-StageName = Literal["generation", "score", "train", "sync"]
-OPERATIONS: dict[StageName, str] = {
-    "generation": "decode",
-    "score": "score",
-    "train": "train",
-    "sync": "sync",
-}
-"""Stages of a step in order, each with the operation whose model error applies."""
-SPREAD = 1.5
-"""Ratio of measured to predicted seconds within which a stage is normal, beyond its model error.
-A choice: the median published generation stage takes 1.41 times as long as predicted (`streamrl validate steps`).
+SPREAD = 1.4
+"""Ratio of measured to predicted seconds within which a stage is normal, beyond its model error. A choice: two of ten
+published stages are outside of their model error, and few of them were run badly.
 """
 SMALL = 0.1
 """Largest share of a step that a stage may waste and still not be the problem."""
@@ -90,7 +82,7 @@ def diagnose(
     _refuse_other_work(found, measured.source)
     watch("run file as it is")
     predicted = simulate_steps(run, [step.lengths]).steps[0]
-    stages = list(_stages(predicted, step, Costs.load(run).provenance))
+    stages = list(_stages(predicted, step, Costs.load(run).facts))
     whole = _whole(predicted, step, stages)
     has_stages = any(stage.measured is not None for stage in stages)
     slow = [each for each in stages if each.verdict == "slow"]
@@ -145,27 +137,14 @@ def _matter(slow: list[Stage], total: float) -> bool:
     return any((stage.waste or 0.0) > SMALL * total for stage in slow)
 
 
-def _stages(
-    predicted: MeasuredStep, measured: MeasuredStep, sources: Mapping[str, Provenance]
-) -> Iterator[Stage]:
-    for name, operation in OPERATIONS.items():
+def _stages(predicted: MeasuredStep, measured: MeasuredStep, facts: CostFacts) -> Iterator[Stage]:
+    for name in STAGES:
         seconds, theirs = getattr(predicted, name), getattr(measured, name)
         if seconds is None:
             continue
-        error = _error_of(sources.get(operation))
-        band = Band(low=seconds * error[0] / SPREAD, high=seconds * error[1] * SPREAD)
+        error = model_error_of(basis_of({name: 1.0}, {}, facts))
+        band = Band(low=seconds * error.low / SPREAD, high=seconds * error.high * SPREAD)
         yield _judged(name, seconds, band, theirs)
-
-
-def _error_of(source: Provenance | None) -> tuple[float, float]:
-    """Return the model error of an operation; none if it has no seconds of its own."""
-    if source is None:
-        return 1.0, 1.0
-    known = [] if source.p90 is None else [source.p90]
-    error = model_error_of(
-        {str(tier): share for tier, share in source.shares.items()}, known, () if known else ("it",)
-    )
-    return error.low, error.high
 
 
 def _judged(name: str, predicted: float, band: Band, measured: float | None) -> Stage:

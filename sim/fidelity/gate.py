@@ -19,7 +19,11 @@ RISE = 0.05
 NOISE = 0.002
 """Rise of an error that is rounding, whatever the error."""
 DIGITS = 4
-COLUMNS = ("set", "group", "rows", "median", "p90", "in_band")
+LEAST_COVERAGE, MOST_COVERAGE = 0.75, 0.85
+"""Share of whole steps in their bands, between which bands are neither too narrow nor too wide."""
+STEPS = ("steps", "bands of whole steps")
+"""The partition of all rows with a band of 80 %."""
+COLUMNS = ("set", "group", "rows", "median", "p90", "in_band", "half_band")
 
 
 class Partition(NamedTuple):
@@ -31,6 +35,8 @@ class Partition(NamedTuple):
     p90: float
     in_band: float | None
     """Share of the published figures in the bands of their predictions; None without bands."""
+    half_band: float | None
+    """Median of half the width of these bands, relative to the prediction."""
 
 
 Partitions = dict[tuple[str, str], Partition]
@@ -39,11 +45,14 @@ Partitions = dict[tuple[str, str], Partition]
 
 def partitions_of(sets: Mapping[str, Sequence[Row]]) -> Partitions:
     """Return the errors of each group of each set."""
-    return {
+    found = {
         (name, group): _partition(summarise(some))
         for name, rows in sets.items()
         for group, some in grouped(rows).items()
     }
+    if banded := [row for row in sets.get(STEPS[0], ()) if row.band is not None]:
+        found[STEPS] = _partition(summarise(banded))
+    return found
 
 
 def write_partitions(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
@@ -89,16 +98,44 @@ def worsened(sets: Mapping[str, Sequence[Row]], before: Partitions) -> Iterator[
         ):
             if error > least * (1 + RISE) + NOISE:
                 yield f"{name}, {group}: {what} {error:.1%}, before {least:.1%}"
-        if old.in_band is not None and (new.in_band is None or new.in_band < old.in_band - NOISE):
-            now_in = "no row" if new.in_band is None else f"{new.in_band:.0%} of the rows"
-            yield f"{name}, {group}: {now_in} in the band, before {old.in_band:.0%}"
+        yield from (f"{name}, {group}: {line}" for line in _worse_band(new, old))
+    if (bands := now.get(STEPS)) is not None and STEPS in before:
+        yield from _uncalibrated(bands, before[STEPS])
+
+
+def _worse_band(new: Partition, old: Partition) -> Iterator[str]:
+    """Yield what became worse of the bands of a partition.
+
+    A band of 80 % that covered all of a few rows may cover less of them, but no less than `LEAST_COVERAGE`.
+    """
+    if old.in_band is None:
+        return
+    if new.in_band is None:
+        yield f"no row in the band, before {old.in_band:.0%}"
+    elif new.in_band < min(old.in_band, LEAST_COVERAGE) - NOISE:
+        yield f"{new.in_band:.0%} of the rows in the band, before {old.in_band:.0%}"
+
+
+def _uncalibrated(new: Partition, old: Partition) -> Iterator[str]:
+    """Yield whether the bands of all whole steps cover too little or too much, if they did not before."""
+    assert new.in_band is not None, "its rows have bands"
+    was_good = old.in_band is not None and LEAST_COVERAGE <= old.in_band <= MOST_COVERAGE
+    if was_good and not LEAST_COVERAGE <= new.in_band <= MOST_COVERAGE:
+        yield f"{STEPS[1]}: {new.in_band:.0%} of the rows in a band of 80 %; run streamrl validate --output docs"
 
 
 def _partition(found: Summary) -> Partition:
-    in_band = None if found.in_band is None else round(found.in_band, DIGITS)
-    return Partition(found.rows, round(found.median, DIGITS), round(found.p90, DIGITS), in_band)
+    in_band, half_band = (
+        None if figure is None else round(figure, DIGITS)
+        for figure in (found.in_band, found.half_band)
+    )
+    median, p90 = round(found.median, DIGITS), round(found.p90, DIGITS)
+    return Partition(found.rows, median, p90, in_band, half_band)
 
 
 def _read_line(line: Mapping[str, str]) -> Partition:
-    in_band = float(line["in_band"]) if line["in_band"] else None
-    return Partition(int(line["rows"]), float(line["median"]), float(line["p90"]), in_band)
+    in_band, half_band = (
+        float(line[key]) if line[key] else None for key in ("in_band", "half_band")
+    )
+    median, p90 = float(line["median"]), float(line["p90"])
+    return Partition(int(line["rows"]), median, p90, in_band, half_band)

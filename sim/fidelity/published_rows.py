@@ -13,6 +13,9 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from streamrl.hardware.step_errors import Stage
+from streamrl.record.band import StepBasis
+
 Evidence = Literal["not fitted", "left out", "in sample"]
 """How much a row says.
 
@@ -46,6 +49,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction with constants that were fitted without this shape."""
     beside: tuple[float, float] | None = None
     """Another tool's prediction of the row."""
+    stage: Stage | Literal["step"] | None = None
+    """The stage of a step that the figure is about, or the whole step; None for figures of engines."""
+    basis: StepBasis | None = None
+    """What the prediction of a stage or step rests on."""
     partitions: tuple[str, ...] = ()
     """Groups of summaries, if the row counts in several."""
     note: str = ""
@@ -58,8 +65,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
         For fitted rows it is the error of the prediction without their shape, if there is one.
         """
-        predicted = middle(self.predicted) if self.left_out is None else self.left_out
-        return predicted / middle(self.published) - 1
+        return self.best / middle(self.published) - 1
+
+    @property
+    def best(self) -> float:
+        """Return the prediction that rests least on the row: without its shape, else the middle of its range."""
+        return middle(self.predicted) if self.left_out is None else self.left_out
 
     @property
     def error_beside(self) -> float | None:
@@ -70,6 +81,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> float:
         """Return the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
         return max(self.predicted) / min(self.predicted) - 1
+
+    @property
+    def half_band(self) -> float | None:
+        """Return half the width of the band, relative to the prediction; None without a band."""
+        return None if self.band is None else (self.band[1] - self.band[0]) / 2 / self.best
 
     @property
     def is_in_band(self) -> bool | None:
@@ -97,6 +113,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
     in_band: float | None = None
     """Share of the published figures that are in the bands of their predictions, of those with a band."""
+    half_band: float | None = None
+    """Median of half the width of these bands, relative to the prediction."""
     rows_beside: int = 0
     """Rows that another tool predicts too."""
     median_beside: float | None = None
@@ -113,6 +131,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
     """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])
     in_band = [row.is_in_band for row in rows if row.is_in_band is not None]
+    halves = [row.half_band for row in rows if row.half_band is not None]
     others = np.array([row.error_beside for row in rows if row.error_beside is not None])
     return Summary(
         rows=len(rows),
@@ -121,6 +140,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         bias=float(np.median(errors)),
         width=float(np.median([row.width for row in rows])),
         in_band=fmean(in_band) if in_band else None,
+        half_band=float(np.median(halves)) if halves else None,
         rows_beside=len(others),
         median_beside=float(np.median(abs(others))) if len(others) else None,
     )
@@ -141,14 +161,14 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("group")
     has_other = any(row.beside is not None for row in rows)
-    names = ("rows", "median", "p90", "bias", "range", "in band")
+    names = ("rows", "median", "p90", "bias", "range", "in band", "band")
     for name in (*names, *(("AIConfigurator",) * has_other)):
         table.add_column(name, justify="right", no_wrap=True)
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
         width = f"{found.width:.0%}" if found.width > 0 else ""
         errors = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"
-        figures = (str(found.rows), *errors, width, in_band_text(found))
+        figures = (str(found.rows), *errors, width, in_band_text(found), half_band_text(found))
         table.add_row(name, *figures, *((beside_text(found),) * has_other))
     return table
 
@@ -156,6 +176,11 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
 def in_band_text(found: Summary) -> str:
     """Return the share of rows in their bands; nothing without bands."""
     return "" if found.in_band is None else f"{found.in_band:.0%}"
+
+
+def half_band_text(found: Summary) -> str:
+    """Return half the width of the bands; nothing without bands."""
+    return "" if found.half_band is None else f"±{found.half_band:.0%}"
 
 
 def beside_text(found: Summary) -> str:

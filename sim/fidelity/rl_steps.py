@@ -19,7 +19,7 @@ from itertools import product
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,7 +39,9 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import PROFILES, load_model
-from streamrl.record.metrics import measure
+from streamrl.hardware.step_errors import Stage
+from streamrl.record.band import StepBasis
+from streamrl.record.metrics import steady_basis
 from streamrl.record.steady_state import START
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -167,8 +169,8 @@ class Simulated(NamedTuple):
 
     seconds: dict[str, float]
     """By stage; only the step where generation and training overlap."""
-    band: tuple[float, float]
-    """Lowest and highest seconds of a step with the model error."""
+    basis: StepBasis
+    """What the step consists of."""
 
 
 def load_published(path: Path = PATH) -> list[Published]:
@@ -194,6 +196,16 @@ def load_published(path: Path = PATH) -> list[Published]:
     return found
 
 
+STAGES_OF: dict[str, Stage | Literal["step"]] = {
+    "generation": "generation",
+    "score": "score",
+    "train": "train",
+    "refit": "sync",
+    "step": "step",
+}
+"""Stages of errors by those of `PhaseSeconds`."""
+OLD_GENERATION = ("dense", "ampere", "default framework")
+"""The partition of HybridFlow's figures: Llama 2 on A100, without a framework's terms."""
 GENERATED = {
     ("llama-2-7b", 8): 86,
     ("llama-2-7b", 4): 44.5,
@@ -224,6 +236,8 @@ def steps_rows() -> list[Row]:
             published=(seconds * 0.97, seconds * 1.03),
             predicted=(ours, ours),
             source="HybridFlow arXiv 2409.19256 Figure 15",
+            stage="generation",
+            basis=StepBasis(replicas={}, trainer={}, partition=OLD_GENERATION),
         )
         for ((model, degree), seconds), ours in zip(GENERATED.items(), generated, strict=True)
     ]
@@ -258,10 +272,7 @@ def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
     except RunError:
         return None
     seconds = {"step": step_seconds(trace, ahead)} if ahead else phase_seconds(trace)._asdict()
-    error = measure(trace).model_error
-    assert error is not None, "the run was simulated"
-    ends = (seconds["step"] * error.low, seconds["step"] * error.high)
-    return Simulated(seconds, ends)
+    return Simulated(seconds, steady_basis(trace))
 
 
 def step_seconds(trace: Trace, most_ahead: int) -> float:
@@ -354,7 +365,6 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
         times, note = [each for each in again if each is not None], f"{note}; {REFUSED}"
     if not times:
         raise ValueError(f"{step.name}: our memory model refuses it")
-    band = min(one.band[0] for one in times), max(one.band[1] for one in times)
     for stage, seconds in step.stages.items():
         ours = [one.seconds[stage] for one in times]
         yield Row(
@@ -366,7 +376,8 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             unit="s",
             published=(seconds, seconds),
             predicted=(min(ours), max(ours)),
-            band=band if stage == "step" else None,
+            stage=STAGES_OF[stage],
+            basis=times[0].basis,
             is_fitted=stage in step.fitted,
             note=note,
             source=step.source,

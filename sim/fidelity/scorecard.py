@@ -7,16 +7,21 @@ import datetime
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from math import exp
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+
 from streamrl.hardware.efficiency import scaled_errors
+from streamrl.sim.fidelity.bands import COVERAGE, derive, residuals_of
 from streamrl.sim.fidelity.published_rows import (
     Evidence,
     Row,
     Summary,
     beside_text,
     grouped,
+    half_band_text,
     in_band_text,
     range_text,
     summarise,
@@ -34,6 +39,19 @@ TITLES = {
     "steps": "Steps of RL: stages of published runs",
     "memory": "Memory of replicas: KV cache that engines log at their start",
 }
+SHORT_TITLES = {
+    "serving": "serving at a given load",
+    "served": "serving under load, known inputs",
+    "served-ranges": "serving under load, unknown inputs",
+    "training": "training steps",
+    "steps": "stages of RL steps",
+    "memory": "KV cache of replicas",
+}
+"""Begins of the scorecard's partitions."""
+SILICON = ("Hopper", "Blackwell")
+"""Partitions of served points that the scorecard shows apart."""
+BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
+"""Marks of a page around the scorecard, which `streamrl validate --output docs` writes."""
 NOTES = {
     "served": "One line in the sample of AIConfigurator is one point; one line in seven repeats a measurement of another file. "
     f"{len(covered())} of its {len(read_served())} points have a prediction: the layout of the others is unknown. The last column has the "
@@ -43,17 +61,47 @@ NOTES = {
     "*in band* is the share of published values within the range.",
 }
 HOW_TO_READ = (
-    "In the tables below:",
+    "How to read it:",
     "",
+    "- *rows without a fit*: no constant was fitted to these rows. Causes were searched on some of them, so they are not blind:",
+    "  predictions with a date before their results are in [predictions](predictions.md).",
     "- *median* and *p90* are absolute errors of predictions, relative to the published value;",
     "- *bias* is the median of signed errors;",
-    "- *range*: if an input is unknown, the prediction is a range, and its error is that of the geometric middle. The column",
-    "  shows how wide the range is. No such row counts as exact.",
-    "- *in band*: the share of published figures that are in the band which reports show for the prediction.",
-    "- *not fitted*: no constant was fitted to these rows. Read their errors first.",
-    "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model. Rows of the same",
-    "  source stay in the fit, so errors on a new source can be larger.",
+    "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
+    "  middle. The column shows the median width of the ranges. No such row counts as exact.",
+    "- *in band*: the share of published figures within the band which reports show for the prediction. The bands of whole",
+    "  steps are computed without the row's source. They shall cover 80 %.",
+    "- *band*: median of half the width of these bands. For served points with unknown inputs, the band is the range.",
+    "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model, or without its",
+    "  source. Rows of the same source stay in some fits, so errors on a new source can be larger. The cell has median, p90 and",
+    "  number of rows.",
     "- *in sample*: constants were fitted to the rows themselves, so their errors are too small.",
+)
+HOW_BANDS_ARE_MADE = (
+    "Every step, dollar and day has one band. It comes from published rows, by these rules:",
+    "",
+    "1. A residual is the logarithm of published over predicted seconds. `fidelity-residuals.csv` has all of them.",
+    "2. Rows of one source are alike. A source of n rows counts as n / (1 + (n - 1) c) rows. c is the measured correlation of two",
+    "   residuals of one source (design effect, Kish 1965).",
+    "3. The spread of a stage is the size that 80 % of its residuals stay below, by kind of model. It is pulled towards the spread",
+    "   of all stages (partial pooling).",
+    "4. The spreads of stages are combined with the share of each stage in the step, and with their measured correlation. If",
+    "   generation and training overlap, the longer side sets the step. Either may be the longer one (Clark 1961).",
+    "5. Residuals of whole steps, relative to that, have a factor that 80 % stay below. This is split conformal prediction. There",
+    "   is a factor for dense models and mixtures, and in each for GPU generations. A partition with few rows is pulled towards the",
+    "   larger one.",
+    "6. The band of each published step is computed without its source. One factor scales all bands, so that 80 % of these steps",
+    "   are in them (the idea of the jackknife+, Barber et al. 2021).",
+    "7. Seconds that are scaled from other GPUs, or were never checked, have a further spread ([costs](costs.md)). Seconds that were",
+    "   measured on the machine itself have the error of executed runs.",
+    "",
+    "So the coverage of all steps together is 80 % by construction. The coverage of a source or partition is a result. Frameworks",
+    "and the share of seconds from datasheets are in the file of residuals. They did not make bands of left-out sources better,",
+    "so they have no factor. The strength of pooling is chosen by the interval score of left-out sources. `streamrl validate --output",
+    "docs` writes all spreads and factors to `profiles/errors/steps.toml`, which every command reads.",
+    "",
+    "Few sources published whole steps, and one has most of the rows. So the coverage of one partition or source can be far from",
+    "80 %, as the tables show.",
 )
 LIMITS = (
     "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
@@ -99,9 +147,9 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
         has_other = any(row.beside is not None for row in rows)
         yield from (
             "",
-            "| group | rows | median | p90 | bias | range | in band |"
+            "| group | rows | median | p90 | bias | range | in band | band |"
             + " AIConfigurator |" * has_other,
-            "|---|---|---|---|---|---|---|" + "---|" * has_other,
+            "|---|---|---|---|---|---|---|---|" + "---|" * has_other,
         )
         for group, some in (*grouped(rows).items(), ("all", rows)):
             found = summarise(some)
@@ -122,27 +170,98 @@ def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     yield from (f"- {limit}" for limit in LIMITS)
 
 
+def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    """Yield the table of errors by partition: rows without a fit first, and errors of fitted rows beside them.
+
+    Partitions with rows that nothing was fitted to come first.
+    """
+    rows: dict[str, list[Row]] = {}
+    for name, some in sets.items():
+        for row in some:
+            rows.setdefault(partition_of(name, row), []).append(row)
+    yield "| published | rows without a fit | median | p90 | bias | range | in band | band | fitted rows: left out | in sample |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    free = {
+        partition: [row for row in some if row.evidence == "not fitted"]
+        for partition, some in rows.items()
+    }
+    for partition in sorted(rows, key=lambda each: not free[each]):
+        cells = _figures(summarise(free[partition])) if free[partition] else "0 | | | | | |"
+        beside = []
+        for evidence in get_args(Evidence)[1:]:
+            some = [row for row in rows[partition] if row.evidence == evidence]
+            found = summarise(some) if some else None
+            beside.append(f"{found.median:.1%} / {found.p90:.1%} of {found.rows}" if found else "")
+        yield f"| {partition} | {cells} | {' | '.join(beside)} |"
+
+
+def partition_of(name: str, row: Row) -> str:
+    """Return the partition of the scorecard that a row of a set is in."""
+    if row.stage is None or row.basis is None:
+        kinds = [kind for kind in SILICON if kind in row.partitions]
+        return f"{SHORT_TITLES[name]}{''.join(f', {kind}' for kind in kinds)}"
+    kind, silicon, _ = row.basis.partition
+    models = "dense models" if kind == "dense" else "mixtures"
+    if row.stage == "step":
+        return f"whole RL steps: {models} on {silicon.title()}"
+    return f"{SHORT_TITLES[name]}: {models if name == 'training' else row.stage}"
+
+
+def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
+    """Return a page with the table between its marks replaced by the scorecard.
+
+    Raises:
+        ValueError: the page has no marks.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page must have the lines {BEGIN} and {END}")
+    return "\n".join([before + begin, *scorecard(sets), end + after])
+
+
 def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """Yield the errors of each set of published rows, rows without a fit first, and how to read the tables."""
-    if sets:
-        yield from (
-            "",
-            "| rows | published | number | median error | p90 | bias | range | in band |",
-        )
-        yield "|---|---|---|---|---|---|---|---|"
-    for evidence in get_args(Evidence):
-        for name, rows in sets.items():
-            some = [row for row in rows if row.evidence == evidence]
-            if some:
-                yield f"| {evidence} | {TITLES[name]} | {_figures(summarise(some))} |"
-    if sets:
-        yield from ("", *HOW_TO_READ)
+    """Yield the scorecard, how to read it, and how bands are made."""
+    if not sets:
+        return
+    yield from ("", *scorecard(sets), "", *HOW_TO_READ)
+    rows = [row for name in ("training", "steps") for row in sets.get(name, ())]
+    banded = [row for row in rows if row.stage == "step" and row.band is not None]
+    if banded:
+        yield from ("", "## Bands: the one error of a step", "", *_bands(rows, banded))
+
+
+def _bands(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
+    """Yield how bands are made from rows, and how many published steps they cover."""
+    yield from HOW_BANDS_ARE_MADE
+    errors = derive(residuals_of(rows))
+    yield from (
+        "",
+        "| stage | rows | sources | 80 % of errors are below | pooled: dense models | mixtures |",
+        "|---|---|---|---|---|---|",
+    )
+    for stage, of in errors.stages.items():
+        spreads = (of.own or 0.0, *(errors.spread(stage, [kind]) for kind in ("dense", "mixture")))
+        cells = (exp(spread) - 1 for spread in spreads)
+        yield f"| {stage} | {of.rows} | {of.sources} | {' | '.join(f'{cell:.0%}' for cell in cells)} |"
+    told = ", ".join(f"{pair} {value:.2f}" for pair, value in errors.correlation.items())
+    yield from ("", f"Measured correlation of the errors of two stages of a step: {told}.")
+    yield from ("", "| left-out source | steps | in band | band | 80 % of errors are below |")
+    yield "|---|---|---|---|---|"
+    by_source: dict[str, list[Row]] = {}
+    for row in banded:
+        by_source.setdefault(row.source, []).append(row)
+    for source, some in (*by_source.items(), ("all", list(banded))):
+        found = summarise(some)
+        most = float(np.quantile([abs(row.error) for row in some], COVERAGE))
+        yield f"| {source} | {found.rows} | {in_band_text(found)} | {half_band_text(found)} | {most:.0%} |"
 
 
 def _figures(found: Summary) -> str:
     """Return the cells of a summary."""
     errors = f"{found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%}"
-    return f"{found.rows} | {errors} | {found.width:.0%} | {in_band_text(found)}"
+    width = f"{found.width:.0%}" if found.width > 0 else ""
+    return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {half_band_text(found)}"
 
 
 def stamp() -> str:

@@ -11,10 +11,12 @@ import msgspec
 
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
+from streamrl.record.band import StepBasis
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.sim.costs.colocation import PhaseChange
+from streamrl.sim.costs.costs import partition_of
 from streamrl.sim.costs.sync_profiles import load_backend
 from streamrl.sim.costs.weight_sync import Payload, SyncCosts
 from streamrl.sim.fidelity.published_rows import Row, middle, read_published
@@ -169,4 +171,6 @@ def _row(row: Switch) -> Row:
         left_out=left_out,
         note=row.note,
         source=row.source,
+        stage="sync",
+        basis=StepBasis(replicas={}, trainer={}, partition=partition_of(resolve(run_of(row)))),
     )

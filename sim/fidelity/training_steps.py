@@ -13,6 +13,7 @@ from streamrl.hardware.activations import activation_bytes, logit_bytes
 from streamrl.hardware.memory import model_states
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import PROFILES, Gpu, find_profile, load_gpu, read_profile
+from streamrl.record.band import StepBasis
 from streamrl.runfile.roles_config import KernelFusion, Recompute, TrainerConfig
 from streamrl.runfile.units import Bandwidth, Size
 from streamrl.sim.costs.training.layer import Layer
@@ -184,9 +185,16 @@ def training_rows() -> list[Row]:
                 is_fitted=is_fitted(step),
                 left_out=left_out,
                 source=step.source,
+                stage="train",
+                basis=StepBasis(replicas={}, trainer={}, partition=_partition(step)),
             )
         )
     return rows
+
+
+def _partition(step: PublishedStep) -> tuple[str, ...]:
+    kind = "dense" if shape_of(step.model).experts is None else "mixture"
+    return kind, _gpu(step).generation or "other", "named framework"
 
 
 def step_time(

@@ -13,6 +13,8 @@ import typer
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
+from streamrl.hardware.profiles import PROFILES
+from streamrl.hardware.step_errors import PATH, step_errors
 from streamrl.report.fidelity import (
     ASYNCHRONY,
     EXECUTED,
@@ -23,6 +25,15 @@ from streamrl.report.fidelity import (
     slug,
     with_section,
 )
+from streamrl.sim.fidelity.bands import (
+    RESIDUALS,
+    derive,
+    errors_text,
+    residuals_of,
+    with_bands,
+    write_residuals,
+)
+from streamrl.sim.fidelity.constants import write_constants
 from streamrl.sim.fidelity.gate import (
     PARTITIONS,
     RISE,
@@ -38,7 +49,13 @@ from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
 from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from streamrl.sim.fidelity.published_rows import Row, group_table, grouped, row_table, summarise
 from streamrl.sim.fidelity.rl_steps import steps_rows
-from streamrl.sim.fidelity.scorecard import HISTORY, sections, stamp, write_history
+from streamrl.sim.fidelity.scorecard import (
+    HISTORY,
+    sections,
+    stamp,
+    with_scorecard,
+    write_history,
+)
 from streamrl.sim.fidelity.served import known_rows, range_rows
 from streamrl.sim.fidelity.serving import serving_rows
 from streamrl.sim.fidelity.training_steps import training_rows
@@ -52,7 +69,7 @@ ROWS: dict[str, Callable[[], list[Row]]] = {
     "memory": room_rows,
 }
 """Sets of published rows by name."""
-PAPER = "paper"
+STEPS, TRAINING, PAPER = "steps", "training", "paper"
 FIGURES: dict[str, tuple[Callable[[], PaperFigure], ...]] = {
     "fig2": (scaling,),
     "fig6": (decode_curve,),
@@ -116,6 +133,9 @@ def validate(
         claim_directory(output)
     names = [name for name in ROWS if what == name or (what is None and not figure)]
     sets = {name: ROWS[name]() for name in names}
+    if STEPS in sets:
+        errors = None if output is not None else step_errors()
+        sets[STEPS] = with_bands(sets[STEPS], sets.get(TRAINING) or training_rows(), errors)
     has_paper = what in (None, PAPER) and before is None
     found = simulate_figures(figure or list(FIGURES)) if has_paper else []
     if output is not None:
@@ -235,3 +255,16 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)
         write_partitions(sets, output / PARTITIONS)
+        write_errors(sets, output)
+        write_constants(output)
+
+
+def write_errors(sets: dict[str, list[Row]], output: Path) -> None:
+    """Write the residuals of stages and steps. In a checkout, also write what bands and the README take from them."""
+    residuals = residuals_of([*sets[STEPS], *sets[TRAINING]])
+    write_residuals(residuals, output / RESIDUALS)
+    if output.resolve() == PROFILES.resolve().parent / "docs":
+        PATH.write_text(errors_text(derive(residuals)), encoding="utf-8")
+        readme = output.parent / "README.md"
+        page = with_scorecard(readme.read_text(encoding="utf-8"), sets)
+        readme.write_text(page, encoding="utf-8")

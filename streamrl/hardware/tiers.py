@@ -18,6 +18,9 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 DATASHEETS = "datasheets"
 """The entry of a trace's facts with what takes the seconds from datasheets, as "decode: attention of decode on A100"."""
 
+PARTITION = "partition"
+"""The entry of a trace's facts with the kind of model, the silicon, and whether the framework is named."""
+
 
 def datasheet_share(tiers: Mapping[Tier, float] | Mapping[str, float]) -> float:
     """Return the share of seconds that rest on a datasheet: scaled ones and rooflines."""

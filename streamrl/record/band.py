@@ -1,32 +1,51 @@
 """Compute the band of a figure: the range in which it may truly be, with sampling error and model error.
 
-    band  =  95 % interval of the mean step  x  model error of the seconds
+    band  =  95 % interval of the mean step  x  model error of the step
 
-The model error is a worst case: every second of a tier is wrong by as much as that tier may be, all in
-the same direction. A recorded run was measured by a clock and has no model error.
+The model error is the one of `streamrl.hardware.step_errors`: eight in ten published steps whose source was
+left out are within it. A recorded run was measured by a clock and has no model error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import exp, hypot, log
 from types import MappingProxyType
-from typing import assert_never
+from typing import TypeAlias
 
 import msgspec
 
 from streamrl.engine.trace import Trace
 from streamrl.hardware.efficiency import scaled_errors
-from streamrl.hardware.tiers import DATASHEETS, TIERS, Tier, datasheet_share
-from streamrl.record.attribution import SidesAttribution
+from streamrl.hardware.step_errors import (
+    SPREAD_OF_NORMAL,
+    STAGES,
+    Basis,
+    Stage,
+    StepErrors,
+    step_errors,
+)
+from streamrl.hardware.tiers import DATASHEETS, PARTITION, TIERS, Tier, datasheet_share
+from streamrl.record.attribution import SHARED, TRAINER, VERIFIER, SidesAttribution
 from streamrl.record.uncertainty import MOST_UNMEASURED, OPERATION_OF_ACTIVITY
 from streamrl.runfile.formatting import OptionalInterval, format_share, listing
 
-MEASURED, ROOFLINE = (0.89, 1.11), (0.70, 3.00)
-"""Lowest and highest ratio of true to simulated seconds."""
-UNCHECKED = 0.32
-"""Bound of nine in ten errors of composed seconds, if the errors of an operation are unknown. It is the widest that
-a profile states, for training mixtures (profiles/measured/training.toml).
+NINE_IN_TEN = 1.645
+"""90 % of a normal distribution is within this many standard deviations."""
+MEASURED = log(1.11)
+"""Spread of seconds that were measured on the machine itself: runs on two CPU cores took 9 to 11 % more than their
+simulation from a profile of that machine (`make demo`).
 """
+
+
+STAGE_OF_OPERATION: dict[str, Stage] = {
+    "prefill": "generation",
+    "decode": "generation",
+    "score": "score",
+    "train": "train",
+}
+CostFacts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
+"""What costs record in a trace: by operation its shares by tier, and the partition."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +53,70 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
 
     low: float
     high: float
+
+
+class StageError(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of a step, and its error."""
+
+    share: float
+    """By how much of a step this stage moves it: 1 % more of the stage is `share` % more of the step."""
+    error: float
+    """Eight in ten published figures are within this relative error."""
+
+
+class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
+    """What a predicted step consists of, and what its seconds rest on."""
+
+    replicas: dict[Stage, float]
+    """Seconds of each stage of the replicas, relative to the step."""
+    trainer: dict[Stage, float]
+    """Seconds of each stage of the trainer, relative to the step; those on shared GPUs are here or in `replicas`."""
+    tiers: dict[Stage, dict[Tier, float]] = {}
+    """By stage: share of its seconds by tier."""
+    partition: tuple[str, ...] = ()
+    """The kind of model, the silicon, and whether the framework is named; empty if they are not recorded."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The partition of its factor: measured seconds have their own, others go by kind of model and silicon."""
+        return ("measured",) if self.rests_on == "measured" else self.partition[:2]
+
+    @property
+    def rests_on(self) -> Basis:
+        """What most seconds of generation and training rest on."""
+        parts = [
+            (stage, seconds)
+            for side in (self.replicas, self.trainer)
+            for stage, seconds in side.items()
+            if stage != "sync"
+        ]
+        total = sum(seconds for _, seconds in parts) or 1.0
+        tiers: dict[Tier, float] = {}
+        for stage, seconds in parts:
+            for tier, share in self.tiers.get(stage, {}).items():
+                tiers[tier] = tiers.get(tier, 0.0) + share * seconds / total
+        if tiers.get("measured", 0.0) > 0.5:
+            return "measured"
+        return "datasheets" if datasheet_share(tiers) > MOST_UNMEASURED else "tables"
+
+    def spreads(self, errors: StepErrors, unchecked: Sequence[str] = ()) -> dict[Stage, float]:
+        """Return the spread of each stage, with that of seconds from datasheets and of those that were never checked."""
+        return {stage: self._spread(stage, errors, stage in unchecked) for stage in STAGES}
+
+    def _spread(self, stage: Stage, errors: StepErrors, is_unchecked: bool) -> float:
+        tiers, own = self.tiers.get(stage, {}), errors.spread(stage, self.partition)
+        measured = tiers.get("measured", 0.0)
+        spread = measured * MEASURED + (1 - measured) * own
+        if stage == "sync":  # published seconds of syncs are compared with rooflines
+            return spread
+        scaled = tiers.get("scaled", 0.0) + is_unchecked * tiers.get("composed", 0.0)
+        return hypot(spread, scaled * scaled_spread())
+
+
+def scaled_spread() -> float:
+    """Return the further spread of seconds that are scaled from GPUs of other generations, or were never checked."""
+    errors = scaled_errors()
+    return log(1 + max(errors.decode.p90, errors.training.p90)) * SPREAD_OF_NORMAL / NINE_IN_TEN
 
 
 class ModelError(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +132,8 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
     """Operations with composed seconds whose error was never checked."""
     datasheets: dict[str, float] = {}
     """Share of all seconds that come from datasheets, by what takes them, the largest first."""
+    stages: dict[Stage, StageError] = {}
+    """What the error is made of."""
 
     @property
     def is_guess(self) -> bool:
@@ -63,7 +148,23 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
             return f"band of a guess: {share}{self._parts()}"
         if self.unchecked:
             return f"band of a guess: errors of {listing(self.unchecked)} were never checked"
-        return f"band: model error included{f'; {share}' if self.datasheet_share >= 0.005 else ''}"
+        small = f"; {share}" if self.datasheet_share >= 0.005 else ""
+        return f"band: 8 in 10 published steps are within it{small}"
+
+    @property
+    def of_step(self) -> str:
+        """Return the one error of the step: "-22 to +28 %"."""
+        return f"-{(1 - self.low) * 100:.0f} to +{(self.high - 1) * 100:.0f} %"
+
+    @property
+    def of_stages(self) -> str:
+        """Return what the error is made of: "generation 62 % of the step ± 21 %, train 30 % ± 15 %"."""
+        told = [
+            f"{stage} {format_share(part.share, 0)} of the step ± {format_share(part.error, 0)}"
+            for stage, part in self.stages.items()
+            if part.share >= WORTH_A_NAME
+        ]
+        return listing(told)
 
     def _parts(self) -> str:
         """Return what takes most of the seconds from datasheets: " (12 % attention of decode on A100)"."""
@@ -104,61 +205,90 @@ OPERATION_WORDS = {"train": "training", "score": "scores", "sync": "weight sync"
 """Operations in the words of a sentence."""
 
 
-def factors_of(tier: Tier, p90: Iterable[float]) -> tuple[float, float]:
-    """Return the lowest and highest ratio of true to simulated seconds of a tier.
-
-    Args:
-        tier: the source of the seconds.
-        p90: bounds of nine in ten errors of composed seconds, by operation. The widest is taken for all.
-    """
-    match tier:
-        case "measured":
-            return MEASURED
-        case "roofline":
-            return ROOFLINE
-        case "scaled":
-            errors = scaled_errors()
-            return _within(max(errors.decode.p90, errors.training.p90))
-        case "composed":
-            return _within(max(p90, default=UNCHECKED))
-        case _:
-            assert_never(tier)
-
-
-def _within(error: float) -> tuple[float, float]:
-    """Return the lowest and highest true value of a prediction of 1 whose relative error is at most `error`."""
-    return 1 / (1 + error), 1 / (1 - error)
-
-
-def bounds_of(p90: Iterable[float], unchecked: Sequence[str]) -> list[float]:
-    """Return the bounds of all errors of composed seconds, with the widest known one for what was never checked."""
-    return [*p90, *([UNCHECKED] if unchecked else [])]
-
-
 def model_error_of(
-    tiers: Mapping[str, float],
-    p90: Iterable[float],
+    basis: StepBasis,
+    datasheet_part: float = 0.0,
     unchecked: Sequence[str] = (),
     datasheets: Mapping[str, float] = MappingProxyType({}),
+    errors: StepErrors | None = None,
 ) -> ModelError:
-    """Return the model error of seconds.
+    """Return the model error of a step: every report has it from here.
 
     Args:
-        tiers: share of the seconds by tier.
-        p90: bounds of nine in ten errors, of the operations that were checked.
-        unchecked: operations with composed seconds that were not.
+        basis: what the step consists of.
+        datasheet_part: share of the GPU-seconds from datasheets.
+        unchecked: operations with composed seconds that were never compared with published ones.
         datasheets: share of the seconds from datasheets by what takes them.
+        errors: the errors of stages; None for those of the profile.
     """
-    bounds = bounds_of(p90, unchecked)
-    parts = [(factors_of(tier, bounds), tiers[tier]) for tier in TIERS if tiers.get(tier)]
-    low, high = (sum(share * factors[end] for factors, share in parts) for end in (0, 1))
+    errors = errors or step_errors()
+    stages = [STAGE_OF_OPERATION[each] for each in unchecked if each in STAGE_OF_OPERATION]
+    spreads = basis.spreads(errors, stages)
+    shares = errors.critical(basis.replicas, basis.trainer, spreads)
+    factor = errors.scale * errors.factor(basis.path)
+    half = factor * errors.combined(shares, spreads)
     return ModelError(
-        low=low,
-        high=high,
-        datasheet_share=datasheet_share(tiers),
+        low=exp(-half),
+        high=exp(half),
+        datasheet_share=datasheet_part,
         unchecked=list(unchecked),
         datasheets=dict(datasheets),
+        stages={
+            stage: StageError(share=share, error=exp(factor * spreads[stage]) - 1)
+            for stage, share in shares.items()
+            if share > 0
+        },
     )
+
+
+def basis_of(
+    replicas: Mapping[Stage, float],
+    trainer: Mapping[Stage, float],
+    facts: CostFacts,
+) -> StepBasis:
+    """Return the basis of a step from its seconds by stage, and the facts that costs record in a trace."""
+    tiers: dict[Stage, dict[Tier, float]] = {}
+    for stage in STAGES:
+        found = facts.get("decode" if stage == "generation" else stage)
+        own = found if isinstance(found, Mapping) else {}
+        tiers[stage] = {tier: own[tier] for tier in TIERS if tier in own}
+    partition = facts.get(PARTITION, ())
+    return StepBasis(
+        replicas=dict(replicas),
+        trainer=dict(trainer),
+        tiers=tiers,
+        partition=tuple(partition) if isinstance(partition, list) else (),
+    )
+
+
+def read_basis(trace: Trace, shares: SidesAttribution) -> StepBasis:
+    """Return the basis of the mean step of a simulated run.
+
+    The time for which replicas wait for stragglers counts as generation, and their wait for weights as sync. Shared
+    GPUs that wait for others to train count as training.
+
+    Args:
+        trace: the trace; only its header is read.
+        shares: what its GPU-seconds were used for.
+    """
+    aside = {TRAINER, VERIFIER, *(follower.name for follower in trace.run.followers)}
+    replicas = [side for name, side in shares.sides.items() if name not in aside]
+    total = sum(side.gpu_seconds for side in replicas) or 1.0
+    working: dict[Stage, float] = dict.fromkeys(STAGES, 0.0)
+    for side in replicas:
+        part = side.gpu_seconds / total
+        for activity, share in side.busy.items():
+            if (operation := OPERATION_OF_ACTIVITY.get(activity)) is not None:
+                working[STAGE_OF_OPERATION[operation]] += share * part
+        working["generation"] += side.idle.get("skew", 0.0) * part
+        working["sync"] += side.idle.get("sync", 0.0) * part
+    if (shared := shares.sides.get(SHARED)) is not None:
+        working["train"] += shared.idle.get("pipeline", 0.0)
+    training: dict[Stage, float] = {}
+    if SHARED not in shares.sides and (trainer := shares.sides.get(TRAINER)) is not None:
+        busy = trainer.busy
+        training = {"score": busy.get("score", 0.0), "train": busy.get("train", 0.0)}
+    return basis_of(working, training, trace.facts)
 
 
 def mixed_basis(shares: Mapping[str, float]) -> str:
@@ -204,7 +334,8 @@ def read_model_error(
         parts.setdefault(operation, {})[part] = share
     tiers_of = {each: found for each in weights if isinstance(found := trace.facts[each], Mapping)}
     named = named_datasheets(weights, tiers_of, parts)
-    return model_error_of(tiers, [p90[o] for o in used if o in p90], unchecked, named)
+    basis = read_basis(trace, shares)
+    return model_error_of(basis, datasheet_share(tiers), unchecked, named)
 
 
 def _is_composed(shares: object) -> bool:

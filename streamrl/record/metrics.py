@@ -23,7 +23,15 @@ from streamrl.record.attribution import (
     AttributionReader,
     SidesAttribution,
 )
-from streamrl.record.band import Band, ModelError, band_of, ends_of, read_model_error
+from streamrl.record.band import (
+    Band,
+    ModelError,
+    StepBasis,
+    band_of,
+    ends_of,
+    read_basis,
+    read_model_error,
+)
 from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.ledger import Ledger, LedgerReader
@@ -412,6 +420,14 @@ def measure_read(
         **bands_of_speed(speed, error)._asdict(),
         **msgspec.structs.asdict(speed),
     )
+
+
+def steady_basis(trace: Trace) -> StepBasis:
+    """Return what the mean step of a simulated run consists of, and what its seconds rest on."""
+    reader, steps = read_run(trace), read_steps(trace)
+    first, last = measure_pace(reader, steps, None).counted_steps
+    window = reader.flow.leader.window(first, last)
+    return read_basis(trace, reader.attribution.between(*window))
 
 
 class StepBands(NamedTuple):

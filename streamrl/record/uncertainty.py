@@ -1,15 +1,12 @@
-"""Combine the model errors of operations into the error of a simulated step.
+"""Model errors of operations, for the difference of two plans: the error of a stage that both share cancels.
 
-The error of an operation was measured on models and shapes that no constant was fitted to. Errors of
-one side add up, because the costs of its operations are fitted together. Errors of different sides
-are independent. If two plans share a stage, its error cancels in their difference.
+The error of an operation was measured on models and shapes that no constant was fitted to. The error of a
+step is another one (`streamrl.record.band`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from math import hypot
-from types import MappingProxyType
 
 import msgspec
 
@@ -38,54 +35,21 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: dict[str, float]
     """By operation; a missing operation has an unknown error."""
-    step_time: float | None
-    """Error of the mean step time from forward and backward passes alone: weight sync, phase switches and framework
-    overhead are not included. None if the error of an operation is unknown."""
-    p90: dict[str, float] = {}
-    """By operation: the 90th percentile of the relative errors."""
-
-
-def uncertainty_of(
-    errors: Mapping[str, float],
-    sides: Mapping[str, Mapping[str, float]],
-    p90: Mapping[str, float] = MappingProxyType({}),
-) -> Uncertainty:
-    """Return the errors of the used operations, and the error of the mean step.
-
-    Args:
-        errors: median relative error by operation.
-        sides: by side, the share of a step that it spends on each operation.
-        p90: 90th percentile of the relative errors by operation.
-    """
-    spent = {
-        operation for shares in sides.values() for operation, share in shares.items() if share > 0
-    }
-    stages = {operation: errors[operation] for operation in sorted(spent) if operation in errors}
-    widest = {operation: p90[operation] for operation in sorted(spent) if operation in p90}
-    if not stages or spent - set(stages):
-        return Uncertainty(stages=stages, step_time=None, p90=widest)
-    of_sides = [
-        sum(share * errors[operation] for operation, share in shares.items() if share > 0)
-        for shares in sides.values()
-    ]
-    return Uncertainty(stages=stages, step_time=hypot(*of_sides), p90=widest)
 
 
 def read_uncertainty(trace: Trace, shares: SidesAttribution) -> Uncertainty | None:
     """Return the model errors of a simulated run; None for a real run, whose seconds are measured."""
     if trace.world == "real":
         return None
-    errors, p90 = trace.facts.get("errors", {}), trace.facts.get("p90", {})
-    assert isinstance(errors, Mapping) and isinstance(p90, Mapping), "they are by operation"
-    sides: dict[str, dict[str, float]] = {}
-    for name, of_side in shares.sides.items():
-        spent: dict[str, float] = {}
-        for activity, share in of_side.busy.items():
-            operation = OPERATION_OF_ACTIVITY.get(activity)
-            if operation is not None:
-                spent[operation] = spent.get(operation, 0.0) + share
-        sides[name] = spent
-    return uncertainty_of(errors, sides, p90)
+    errors = trace.facts.get("errors", {})
+    assert isinstance(errors, Mapping), "they are by operation"
+    spent = {
+        operation
+        for of_side in shares.sides.values()
+        for activity, share in of_side.busy.items()
+        if share > 0 and (operation := OPERATION_OF_ACTIVITY.get(activity)) is not None
+    }
+    return Uncertainty(stages={each: errors[each] for each in sorted(spent) if each in errors})
 
 
 def unmeasured_warning(tiers: Mapping[str, float]) -> str:

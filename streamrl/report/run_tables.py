@@ -15,7 +15,7 @@ from streamrl.record.band import ModelError, ends_of
 from streamrl.record.billing import BILLING_KEYS
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
-from streamrl.record.uncertainty import MOST_UNMEASURED, Uncertainty
+from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import PoolTotal, WholeRun
 from streamrl.runfile.formatting import (
     OptionalInterval,
@@ -354,13 +354,6 @@ def format_tiers(tiers: Mapping[str, float]) -> str:
     )
 
 
-def _errors(found: Uncertainty) -> tuple[str, str]:
-    """Return the errors of passes on models outside the fits, by stage; `validate steps` has those of whole steps."""
-    whole = "unknown" if found.step_time is None else f"± {found.step_time:.0%}"
-    stages = ", ".join(f"{stage} {error:.0%}" for stage, error in found.stages.items())
-    return whole, f"of the step; of models that no fit saw: {stages or 'none was checked'}"
-
-
 def _whole(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]]:
     """Yield duration and cost of the whole run, or that it is unfinished; this comes first."""
     whole = metrics.whole_run
@@ -390,8 +383,8 @@ def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
     yield "seconds from", "", format_tiers(metrics.tiers)
-    if metrics.uncertainty is not None:
-        yield "error of kernels", *_errors(metrics.uncertainty)
+    if metrics.model_error is not None:
+        yield "error of the step", metrics.model_error.of_step, metrics.model_error.of_stages
     if (
         any(metrics.rewards) and metrics.world == "real"
     ):  # simulated rewards only say which groups differ

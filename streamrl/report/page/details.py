@@ -377,15 +377,22 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
         section.pictures.append(_bands(chosen))
     rows = [
         [
-            PageCell(tier, TIERS[tier]),
-            PageCell(percent((chosen.band.tiers or {}).get(tier, 0.0))),
-            PageCell("{:.2f} to {:.2f} times".format(*chosen.band.may_be(tier))),
-            PageCell(chosen.band.reason(tier)),
+            PageCell(name),
+            PageCell("" if share is None else percent(share)),
+            PageCell(f"{low:.2f} to {high:.2f} times"),
         ]
+        for name, share, low, high in chosen.band.rows()
+    ]
+    if rows:
+        head = ("stage", "share of the step", "true seconds of eight in ten are")
+        section.tables.append(PageTable("", head, rows, numbers=(1,), is_cards=True))
+    tiers = [
+        [PageCell(tier, TIERS[tier]), PageCell(percent((chosen.band.tiers or {}).get(tier, 0.0)))]
         for tier in COST_TIERS
     ]
-    head = ("tier", "share of seconds", "a second may truly be", "because")
-    section.tables.append(PageTable("", head, rows, numbers=(1,), is_cards=True))
+    section.tables.append(
+        PageTable("", ("seconds are", "share of seconds"), tiers, numbers=(1,), is_cards=True)
+    )
     if chosen.band.num_seeds == 1 and chosen.world == "simulated":
         section.notes.append(
             "One seed was simulated: the 95 % interval of its mean step stands for what others would give."
@@ -394,7 +401,7 @@ def uncertainty_section(options: Sequence[Option]) -> PageSection:
 
 
 def _bands(option: Option) -> Picture:
-    """Draw the range of the total cost, or of a million tokens, from seeds alone, tiers alone, and both."""
+    """Draw the range of the total cost, or of a million tokens, from seeds alone, the model alone, and both."""
     found, whole = option.band, option.whole_run
     cost, figure, show = option.cost_per_million_tokens, "Dollars per million tokens", dollars
     together = option.cost_range
@@ -404,7 +411,7 @@ def _bands(option: Option) -> Picture:
     seeds = "interval of the mean step" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
     ranges = [
         Range(label, cost * least, cost * most)
-        for label, (least, most) in ((seeds, found.seeds), ("seconds by tier", found.of_tiers))
+        for label, (least, most) in ((seeds, found.seeds), ("error of the step", found.of_model))
     ]
     ranges.append(Range("together", *together, is_total=True))
     return bands_picture("bands", f"{figure} of {option.title}", cost, ranges, show)

@@ -189,9 +189,9 @@ def _of_plan(made: PlanMade, is_only: bool) -> Iterator[Option]:
 
 
 def _as_simulated(option: Option, simulated: Plan | PlanOption) -> Option:
-    """Return an option with the total of its simulation, the sources of its seconds, and their errors."""
-    told, tiers = simulated.uncertainty, simulated.tiers
-    band = replace(option.band, tiers=tiers, p90=told.p90 if told is not None else {})
+    """Return an option with the total of its simulation, and the sources of its seconds."""
+    tiers = simulated.tiers
+    band = replace(option.band, tiers=tiers)
     notes = [note for note in option.note.split("; ") if not note.endswith(GUESS)]
     note = "; ".join(each for each in (*notes, unmeasured_warning(tiers)) if each)
     return replace(option, band=band, note=note, whole_run=simulated.whole_run)
@@ -239,7 +239,7 @@ def _of_choice(
         band=Band(
             seeds=seeds,
             num_seeds=choice.num_seeds,
-            unchecked=choice.model_error.unchecked if choice.model_error is not None else (),
+            error=choice.model_error,
         ),
         staleness=choice.mean_staleness,
         source=f"{made.name}/{made.path.name}",
@@ -280,8 +280,7 @@ def _of_run(run: RecordedRun) -> Option:
             seeds=(1.0, 1.0) if metrics.world == "real" else metrics.spread,
             tiers=metrics.tiers,
             is_timed=metrics.world == "real",
-            p90=metrics.uncertainty.p90 if metrics.uncertainty is not None else {},
-            unchecked=metrics.model_error.unchecked if metrics.model_error is not None else (),
+            error=metrics.model_error,
         ),
         staleness=metrics.mean_staleness,
         source=f"{run.name}/{run.path.name}",
@@ -332,8 +331,8 @@ def _merged(option: Option, run: RecordedRun) -> Option:
         band = replace(band, seeds=seeds, num_seeds=band.num_seeds + 1)
         option = _with_seed(option, run)
     if band.tiers is None:
-        told = run.metrics.uncertainty
-        band = replace(band, tiers=run.metrics.tiers, p90=told.p90 if told is not None else {})
+        error = band.error or run.metrics.model_error
+        band = replace(band, tiers=run.metrics.tiers, error=error)
     whole = option.whole_run or run.metrics.whole_run
     return replace(option, band=band, run=option.run or run, whole_run=whole)
 

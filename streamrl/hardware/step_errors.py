@@ -1,0 +1,142 @@
+"""Read the errors of predicted steps: profiles/errors/steps.toml, and combine the errors of stages.
+
+Errors are logarithms of true over predicted seconds, on published steps whose source was left out. A
+spread is the size that `coverage` of them stay below. `streamrl validate --output docs` computes the
+file from docs/fidelity-residuals.csv.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from math import erf, log, sqrt
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from streamrl.hardware.profile_table import ProfileTable
+from streamrl.hardware.profiles import PROFILES, read_profile
+
+PATH = PROFILES / "errors" / "steps.toml"
+Stage = Literal["generation", "score", "train", "sync"]
+"""generation: prefill and decode until the last rollout. score: passes for log-probs. train: forward, backward and
+the optimizer step. sync: the wait for weights, with the switch of shared GPUs."""
+STAGES: tuple[Stage, ...] = get_args(Stage)
+Kind = Literal["dense", "mixture"]
+Basis = Literal["measured", "tables", "datasheets"]
+"""What most seconds of a step rest on. measured: this model on this machine. tables: operators that were measured.
+datasheets: over a fifth of the seconds."""
+Shares: TypeAlias = Mapping[Stage, float]
+
+
+class StageErrors(ProfileTable, frozen=True, kw_only=True):
+    """Errors of one stage."""
+
+    rows: int
+    sources: int
+    own: float | None = None
+    """Size that 80 % of the rows stay below; None without rows."""
+    spread: dict[str, float]
+    """The same, pulled towards that of all stages, by kind of model and for "all"."""
+
+
+class StepErrors(ProfileTable, frozen=True, kw_only=True):
+    """The file profiles/errors/steps.toml."""
+
+    name: str
+    source: str
+    coverage: float
+    """Share of errors that stay below a spread."""
+    rows: int
+    """Published steps with a prediction."""
+    sources: int
+    within_source: float
+    """Correlation of the errors of one source."""
+    priors: tuple[float, float]
+    """Rows that a larger partition counts as, beside the rows of a smaller one: for stages, and for steps."""
+    scale: float
+    """Factor of all bands with which they cover `coverage` of the steps of left-out sources."""
+    stages: dict[Stage, StageErrors]
+    correlation: dict[str, float]
+    """By two stages, as in "generation train"."""
+    factors: dict[str, float]
+    """Error of steps relative to their stages' errors, by partition: "all", "dense", "dense, hopper" and so on."""
+
+    def spread(self, stage: Stage, partition: Sequence[str]) -> float:
+        """Return the spread of a stage, in a partition or the nearest larger one that is known."""
+        return _nearest(self.stages[stage].spread, partition)
+
+    def combined(self, shares: Shares, spreads: Shares) -> float:
+        """Return the spread of a sum of stages, with the measured correlation of their errors.
+
+        Args:
+            shares: seconds of each stage relative to the sum; negative where seconds are subtracted.
+            spreads: spread of each stage.
+        """
+        variance = sum(
+            shares[one] * spreads[one] * shares[two] * spreads[two] * self.correlated(one, two)
+            for one in shares
+            for two in shares
+        )
+        return sqrt(max(0.0, variance))
+
+    def correlated(self, one: Stage, two: Stage) -> float:
+        """Return the correlation of the errors of two stages; 0 if no source has both."""
+        if one == two:
+            return 1.0
+        return self.correlation.get(" ".join(sorted((one, two), key=STAGES.index)), 0.0)
+
+    def factor(self, partition: Sequence[str]) -> float:
+        """Return the factor of a partition, or that of the nearest larger one that is known."""
+        return _nearest(self.factors, partition)
+
+    def critical(self, replicas: Shares, trainer: Shares, spreads: Shares) -> dict[Stage, float]:
+        """Return by how much of a step each stage moves it.
+
+        If both sides work at the same time, the longer one sets the step. Either may be the longer one,
+        by the errors of both (Clark 1961, The greatest of a finite set of random variables).
+
+        Args:
+            replicas: seconds of stages of the replicas, relative to the step.
+            trainer: seconds of stages of the trainer, relative to the step.
+            spreads: spread of each stage.
+        """
+        first, second = sum(replicas.values()), sum(trainer.values())
+        together = min(first, second, max(0.0, first + second - 1))
+        parts = (first, second)
+        if together > 0:
+            gap: dict[Stage, float] = {stage: share / first for stage, share in replicas.items()}
+            for stage, share in trainer.items():
+                gap[stage] = gap.get(stage, 0.0) - share / second
+            sigma = self.combined(gap, spreads) / SPREAD_OF_NORMAL
+            chance = _normal(log(first / second) / sigma) if sigma > 0 else float(first >= second)
+            parts = (first - together * (1 - chance), second - together * chance)
+        found: dict[Stage, float] = {}
+        for side, total, part in ((replicas, first, parts[0]), (trainer, second, parts[1])):
+            for stage, share in side.items():
+                found[stage] = found.get(stage, 0.0) + share * part / (total or 1.0)
+        whole = max(1.0, sum(found.values()))
+        return {stage: share / whole for stage, share in found.items()}
+
+
+ALL = "all"
+"""The partition of all steps."""
+SPREAD_OF_NORMAL = 1.2816
+"""Share 0.8 of a normal distribution is within this many standard deviations."""
+
+
+def _nearest(table: Mapping[str, float], partition: Sequence[str]) -> float:
+    for end in range(len(partition), 0, -1):
+        if (found := table.get(", ".join(partition[:end]))) is not None:
+            return found
+    return table[ALL]
+
+
+def _normal(deviations: float) -> float:
+    """Return the share of a normal distribution below a number of standard deviations."""
+    return (1 + erf(deviations / sqrt(2))) / 2
+
+
+@functools.cache
+def step_errors(path: Path = PATH) -> StepErrors:
+    """Read the errors of steps; `ValueError` names the file and the key of an error."""
+    return read_profile(path, StepErrors)

@@ -1,0 +1,200 @@
+"""The one error of a step: by pencil and paper, from residuals, and its coverage of sources that were left out."""
+
+from __future__ import annotations
+
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl.hardware.step_errors import PATH, StageErrors, StepErrors, step_errors
+from streamrl.record.band import StepBasis, model_error_of
+from streamrl.record.metrics import measure, steady_basis
+from streamrl.sim.fidelity.bands import (
+    COVERAGE,
+    RESIDUALS,
+    Residual,
+    derive,
+    errors_text,
+    left_out_factors,
+    read_residuals,
+    residuals_of,
+    with_bands,
+    write_residuals,
+)
+from streamrl.sim.fidelity.gate import LEAST_COVERAGE, MOST_COVERAGE
+from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.world import simulate
+from tests.runs import small_run
+
+DOCS = Path(__file__).parents[1] / "docs"
+ERRORS = StepErrors(
+    name="made up",
+    source="a test",
+    coverage=0.8,
+    rows=0,
+    sources=0,
+    within_source=0.5,
+    priors=(8.0, 4.0),
+    scale=1.0,
+    stages={
+        stage: StageErrors(rows=0, sources=0, own=None, spread={"all": 0.3, "dense": spread})
+        for stage, spread in (("generation", 0.2), ("score", 0.1), ("train", 0.1), ("sync", 0.4))
+    },
+    correlation={"generation train": 0.5},
+    factors={"all": 2.0, "dense": 1.5, "dense, hopper": 1.0, "measured": 1.0},
+)
+HOPPER = ("dense", "hopper", "named framework")
+ROW = Row(
+    name="a step",
+    group="steps",
+    shape="a",
+    unit="s",
+    published=(10.0, 10.0),
+    predicted=(9.0, 9.0),
+    source="a page",
+    stage="step",
+    basis=StepBasis(replicas={"generation": 0.6, "train": 0.4}, trainer={}, partition=HOPPER),
+)
+
+
+# Combining stages ---------------------------------------------------------------------------------
+
+
+def test_errors_of_stages_add_up_as_far_as_they_are_correlated() -> None:
+    basis = StepBasis(replicas={"generation": 0.6, "train": 0.4}, trainer={}, partition=HOPPER)
+    variance = (0.6 * 0.2) ** 2 + (0.4 * 0.1) ** 2 + 2 * 0.5 * 0.6 * 0.2 * 0.4 * 0.1
+    found = model_error_of(basis, errors=ERRORS)
+    assert log(found.high) == pytest.approx(variance**0.5) == -log(found.low)
+    assert found.stages["generation"].share == 0.6
+    assert found.stages["train"].error == pytest.approx(exp(0.1) - 1)
+
+
+def test_a_partition_that_is_unknown_has_the_factor_of_the_nearest_larger_one() -> None:
+    assert ERRORS.factor(HOPPER[:2]) == 1.0
+    assert ERRORS.factor(("dense", "ada")) == 1.5
+    assert ERRORS.factor(()) == ERRORS.factor(("mixture",)) == 2.0
+
+
+def test_of_two_sides_at_the_same_time_the_longer_one_sets_the_step() -> None:
+    spreads = dict.fromkeys(ERRORS.stages, 0.2)
+    both = ERRORS.critical({"generation": 1.0}, {"train": 1.0}, spreads)
+    assert both == pytest.approx({"generation": 0.5, "train": 0.5})
+    longer = ERRORS.critical({"generation": 1.0}, {"train": 0.5}, spreads)
+    assert longer["generation"] > 0.99 and sum(longer.values()) == pytest.approx(1.0)
+    in_turns = ERRORS.critical({"generation": 0.6}, {"train": 0.3}, spreads)
+    assert in_turns == {"generation": 0.6, "train": 0.3}
+    partly = ERRORS.critical({"generation": 0.8}, {"train": 0.8}, spreads)
+    assert partly == pytest.approx({"generation": 0.5, "train": 0.5})
+
+
+def test_seconds_that_were_measured_on_the_machine_have_the_error_of_executed_runs() -> None:
+    basis = StepBasis(
+        replicas={"generation": 1.0},
+        trainer={},
+        tiers={"generation": {"measured": 1.0}},
+        partition=HOPPER,
+    )
+    assert model_error_of(basis, errors=ERRORS).high == pytest.approx(1.11)
+    assert model_error_of(basis).high == pytest.approx(1.11, rel=1e-3)
+    unchecked = StepBasis(
+        replicas=basis.replicas,
+        trainer={},
+        tiers={"generation": {"composed": 1.0}},
+        partition=HOPPER,
+    )
+    known = model_error_of(unchecked, errors=ERRORS).high
+    assert model_error_of(unchecked, unchecked=["decode"], errors=ERRORS).high > known
+
+
+@pytest.mark.parametrize("system", ["colocated", "disaggregated", "stream-async"])
+def test_stages_of_a_simulated_step_fill_it(system: str) -> None:
+    shared = {"rollout.pool": "near", "trainer.pool": "near"} if system == "colocated" else {}
+    run = small_run({"policies.system": system, "algorithm.steps": 8, **shared})
+    trace = simulate(run)
+    basis = steady_basis(trace)
+    total = sum(basis.replicas.values()) + sum(basis.trainer.values())
+    assert total == pytest.approx(1.0, abs=0.1)
+    error = measure(trace).model_error
+    assert error is not None and error == model_error_of(
+        basis, error.datasheet_share, error.unchecked, error.datasheets
+    )
+    assert sum(part.share for part in error.stages.values()) == pytest.approx(1.0, abs=0.1)
+    assert basis.partition == ("dense", "hopper", "default framework")
+
+
+# From residuals -----------------------------------------------------------------------------------
+
+
+def _made(source: str, error: float, stage: str = "step", number: int = 0) -> Residual:
+    return Residual(
+        stage=stage,
+        name=f"{source} {number}: {stage}",
+        source=source,
+        kind="dense",
+        silicon="hopper",
+        framework="named framework",
+        predicted=1.0,
+        published=exp(error),
+        width=0.0,
+        generation=1.0,
+    )
+
+
+def test_a_source_of_many_equal_rows_counts_as_one_of_few() -> None:
+    few = [_made(name, 0.1, "train", number=k) for name in "abcd" for k in range(2)]
+    bad = [_made("bad", 0.9, "train", number=k) for k in range(20)]
+    found = derive([*few, *bad, *(_made(name, 0.1) for name in "ab")])
+    assert found.within_source == 1.0
+    assert found.stages["train"].own == 0.1, "four of five sources are within 0.1"
+
+
+def test_a_step_is_judged_by_other_sources() -> None:
+    rows = [replace(ROW, source=name, predicted=(9.0, 9.0)) for name in "abc"]
+    rows.append(replace(ROW, source="far", predicted=(2.0, 2.0)))
+    found = with_bands(rows, [], ERRORS)
+    assert [row.is_in_band for row in found] == [True, True, True, False]
+    alone = left_out_factors(residuals_of(rows), (8.0, 4.0))
+    assert log(alone["far", "a step"]) == pytest.approx(log(10 / 9), rel=0.01)
+
+
+def test_rows_of_a_fit_and_ranges_count_by_their_middle() -> None:
+    fitted = replace(ROW, stage="train", is_fitted=True)
+    (only,) = residuals_of([fitted, replace(ROW, stage="train", predicted=(5.0, 20.0))])
+    assert (only.predicted, only.width) == (10.0, 3.0)
+
+
+# The files ----------------------------------------------------------------------------------------
+
+
+def test_the_profile_is_what_the_residuals_give(tmp_path: Path) -> None:
+    residuals = read_residuals(DOCS / RESIDUALS)
+    write_residuals(residuals, tmp_path / RESIDUALS)
+    assert (tmp_path / RESIDUALS).read_text() == (DOCS / RESIDUALS).read_text()
+    assert errors_text(derive(residuals)) == PATH.read_text(), "run streamrl validate --output docs"
+
+
+def test_bands_cover_eight_in_ten_steps_of_sources_that_were_left_out() -> None:
+    residuals = read_residuals(DOCS / RESIDUALS)
+    steps = [each for each in residuals if each.stage == "step"]
+    factors = left_out_factors(residuals, step_errors().priors, step_errors().scale)
+    found = [factors[each.source, each.name] for each in steps]
+    sizes = [abs(each.error) for each in steps]
+    covered = np.mean([size <= log(factor) for size, factor in zip(sizes, found, strict=True)])
+    assert LEAST_COVERAGE <= covered <= MOST_COVERAGE
+    halves = [(factor - 1 / factor) / 2 for factor in found]
+    errors = [abs(each.predicted / each.published - 1) for each in steps]
+    assert np.median(halves) <= WIDEST * np.quantile(errors, COVERAGE)
+
+
+WIDEST = 1.4
+"""Median of half the width of left-out bands, over the error that 80 % of the steps stay below."""
+
+
+def test_steps_of_all_sources_are_in_the_bands_that_reports_show() -> None:
+    steps = [each for each in read_residuals(DOCS / RESIDUALS) if each.stage == "step"]
+    shown = [model_error_of(each.basis) for each in steps]
+    inside = [abs(each.error) <= log(band.high) for each, band in zip(steps, shown, strict=True)]
+    assert 0.7 <= np.mean(inside) <= 0.9
