@@ -71,6 +71,14 @@ def test_bands_of_all_steps_may_not_leave_the_range_that_they_claim() -> None:
     assert not list(worsened({"steps": good}, partitions_of({"steps": wide})))
 
 
+def test_a_band_of_eight_in_ten_may_hold_less_than_all_and_a_range_may_not() -> None:
+    all_in = [replace(ROW, name=str(k)) for k in range(5)]
+    one_out = [replace(all_in[0], band=(11.5, 12.0)), *all_in[1:]]
+    for name, is_worse in (("steps", False), ("served-ranges", True)):
+        lines = list(worsened({name: one_out}, partitions_of({name: all_in})))
+        assert any("80% of the rows" in line for line in lines) is is_worse
+
+
 def test_a_set_that_was_not_predicted_is_not_compared() -> None:
     assert not list(worsened({"memory": [ROW]}, partitions_of({"steps": [ROW]})))
 

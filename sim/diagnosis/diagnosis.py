@@ -22,7 +22,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.diagnosis.changes import CHANGES, Change, Sections, Settings
 from streamrl.sim.diagnosis.result import Advice, Diagnosis, Stage, Verdict
 
-SPREAD = 1.4
+SPREAD = 1.5
 """Ratio of measured to predicted seconds within which a stage is normal, beyond its model error. A choice: two of ten
 published stages are outside of their model error, and few of them were run badly.
 """

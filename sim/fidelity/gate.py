@@ -98,21 +98,27 @@ def worsened(sets: Mapping[str, Sequence[Row]], before: Partitions) -> Iterator[
         ):
             if error > least * (1 + RISE) + NOISE:
                 yield f"{name}, {group}: {what} {error:.1%}, before {least:.1%}"
-        yield from (f"{name}, {group}: {line}" for line in _worse_band(new, old))
+        yield from (
+            f"{name}, {group}: {line}"
+            for line in _worse_band(new, old, LEAST_COVERAGE if name == STEPS[0] else 1.0)
+        )
     if (bands := now.get(STEPS)) is not None and STEPS in before:
         yield from _uncalibrated(bands, before[STEPS])
 
 
-def _worse_band(new: Partition, old: Partition) -> Iterator[str]:
+def _worse_band(new: Partition, old: Partition, enough: float) -> Iterator[str]:
     """Yield what became worse of the bands of a partition.
 
-    A band of 80 % that covered all of a few rows may cover less of them, but no less than `LEAST_COVERAGE`.
+    Args:
+        new: errors of now.
+        old: errors of an earlier version.
+        enough: coverage above which it may fall: a band of 80 % that held all of a few rows may hold less of them.
     """
     if old.in_band is None:
         return
     if new.in_band is None:
         yield f"no row in the band, before {old.in_band:.0%}"
-    elif new.in_band < min(old.in_band, LEAST_COVERAGE) - NOISE:
+    elif new.in_band < min(old.in_band, enough) - NOISE:
         yield f"{new.in_band:.0%} of the rows in the band, before {old.in_band:.0%}"
 
 
