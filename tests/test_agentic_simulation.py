@@ -25,6 +25,7 @@ from streamrl.record.attribution import attribute
 from streamrl.record.ledger import LedgerReader
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.sim.checkup import rehearsal
 from streamrl.sim.prefix_cache import PrefixCache
 from streamrl.workload.episodes import Episode, fitted_to_context
 from streamrl.workload.workload import SimulatedWorkload
@@ -386,3 +387,9 @@ def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
     run = small_run({"environment": {"max_turns": 4, "max_context": 4096, "source": "swe"}})
     with pytest.raises(RunError, match="swe-agent"):
         SimulatedWorkload(run)
+
+
+def test_a_rehearsal_of_many_turns_finishes() -> None:
+    changes = {"algorithm.prompts_per_step": 64, "algorithm.group_size": 8}
+    run = agentic(changes, max_turns=400, turns="300", max_context=65536)
+    assert not rehearsal.rehearse(run).problem

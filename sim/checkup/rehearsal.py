@@ -13,6 +13,7 @@ from streamrl.engine.trace import Trace
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.units import Bandwidth
@@ -34,6 +35,8 @@ MOST_ROLLOUTS = 100_000
 EVENTS_PER_ROLLOUT = 10
 """Maximum events per rollout. With more, a run counts as stuck in a loop. An undisturbed rollout takes three events, and
 one more for each push that aborts it."""
+FEW_TURNS = 3
+"""Turns of an episode. Each takes an event of its replica and one of its environment."""
 FEWEST_EVENTS = 5_000
 """Events that are always allowed, in addition to those of the rollouts."""
 SPLITS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
@@ -83,7 +86,9 @@ class CountingWorld(SimWorld):
     def _most_events(self) -> int:
         """Maximum number of events, by the rollouts of all steps."""
         algorithm = self.run_file.algorithm
-        return FEWEST_EVENTS + EVENTS_PER_ROLLOUT * algorithm.rollouts_per_step * algorithm.steps
+        turns = 1 if self.run_file.environment is None else 2 * FEW_TURNS
+        rollouts = algorithm.rollouts_per_step * algorithm.steps
+        return FEWEST_EVENTS + EVENTS_PER_ROLLOUT * turns * rollouts
 
     def emit(self, event: Event) -> None:
         """Count an event and pass it to the engine.
@@ -164,6 +169,7 @@ def shortened(run: Run) -> Run:
         run,
         algorithm=replace(run.algorithm, steps=steps),
         rollout=replace(run.rollout, max_running=most),
+        environment=_with_few_turns(run.environment),
         faults=(),
     )
 
@@ -223,6 +229,16 @@ def _without_gpus(verifier: VerifierConfig) -> VerifierConfig:
     """Return a verifier without reward models, because the stand-in has no GPUs for them."""
     rewards = tuple(each for each in verifier.reward if not each.has_model)
     return replace(verifier, pool=None, gpus_per_worker=0, reward=rewards)
+
+
+def _with_few_turns(environment: EnvironmentConfig | None) -> EnvironmentConfig | None:
+    """Return an environment with the same limits on episodes, but few turns and short times."""
+    if environment is None:
+        return None
+    few = str(FEW_TURNS)
+    short = {"observation_tokens": "8", "action_time": "1 s", "start_time": "1 s"}
+    changed: EnvironmentConfig = replace(environment, max_turns=FEW_TURNS, turns=few, **short)
+    return changed
 
 
 def _few_prompts(algorithm: AlgorithmConfig, data_parallel: int) -> int:
