@@ -83,6 +83,17 @@ def test_runs_that_are_the_same_or_do_other_work_have_no_figures(files: tuple[Pa
     )
 
 
+def test_runs_of_two_frameworks_are_compared(files: tuple[Path, Path]) -> None:
+    a, b = files
+    of_verl = "[framework]\nname = 'verl'\noptimizer_steps = 4\n"
+    (b / "plan.toml").write_text(RUN.replace("[policies]", f"{of_verl}[policies]"))
+    found = json.loads(streamrl("diff", a, b, "--json").stdout)
+    assert found["figures"] is not None, found["no_figures"]
+    assert {"framework.name", "framework.optimizer_steps"} <= {
+        each["key"] for each in found["changes"]
+    }
+
+
 def test_a_run_without_a_price_has_no_figures(files: tuple[Path, Path]) -> None:
     a, b = files
     text = RUN.replace("price = 2", "price = 0")

@@ -32,7 +32,8 @@ def diff(
 ) -> None:
     """Show what differs between two plans or run files.
 
-    Figures are compared if both train the same model on the same work. Those of two unchanged plans are from their
+    Figures are compared if both train the same model on the same work. Two frameworks may differ in optimizer steps,
+    epochs and the passes for old log-probabilities: the table of keys names what differs. Figures of two unchanged plans are from their
     plan.json. Otherwise both are simulated on the same prompts, which may take minutes.
 
     Example: streamrl diff plans/7b plans/7b-cheaper --markdown
