@@ -14,6 +14,7 @@ import pytest
 from streamrl.cli.shared import sole_writer
 from streamrl.runfile.files import write_run
 from tests.command_line import streamrl
+from tests.runs import small_run
 from tests.test_plan import few
 
 PROGRESS = re.compile(r" done, \d+ s$")
@@ -344,3 +345,11 @@ from streamrl.cli import main
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_samples_of_a_simulated_run_are_refused_with_the_reason(tmp_path: Path) -> None:
+    write_run(small_run(), tmp_path / "run.toml")
+    assert streamrl("simulate", tmp_path / "run.toml", "-o", tmp_path / "made").returncode == 0
+    done = streamrl("samples", tmp_path / "made")
+    assert done.returncode == 2 and "is a simulated run, which has no texts" in done.stderr
+    assert done.stderr.count("\n") == 1

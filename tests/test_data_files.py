@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,3 +348,11 @@ def test_data_sets_of_the_hub_are_no_paths_and_all_others_are_seen_from_the_run_
     write_run(run, tmp_path / "run.toml")
     assert 'prompts = "data/a.parquet"' in (tmp_path / "run.toml").read_text()
     assert load_run(tmp_path / "run.toml").workload == run.workload
+
+
+def test_a_missing_file_is_answered_with_the_names_that_are_like_it(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    missing = tmp_path / "promts.jsonl"
+    says = f"workload.prompts: {missing} does not exist; did you mean {tmp_path / 'prompts.jsonl'}?"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read_source(SourceConfig(prompts=str(missing)))

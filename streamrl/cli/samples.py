@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from streamrl.cli.shared import AsJson, print_json
+from streamrl.cli.shared import AsJson, holds_run, open_trace, print_json
+from streamrl.record.run_directory import SAMPLES
 from streamrl.record.samples import (
     SampledGroup,
     SampledRollout,
@@ -35,11 +36,21 @@ def samples(
 
     Example: streamrl samples runs/quickstart --step 1 --step 40
     """
+    if not (directory / SAMPLES).exists() and holds_run(directory):
+        _refuse_simulated(directory)
     groups = _choose(read_completions(directory), steps or (), directory)
     if as_json:
         print_json({"samples": groups})
     else:
         typer.echo("\n\n".join(map(describe_group, groups)))
+
+
+def _refuse_simulated(directory: Path) -> None:
+    """Raise `ValueError` if a run was simulated, because such a run has no texts."""
+    if open_trace(directory).world == "simulated":
+        raise ValueError(
+            f"{directory} is a simulated run, which has no texts; `streamrl samples` prints those of an executed run"
+        )
 
 
 def _choose(

@@ -240,7 +240,7 @@ def find_profile(folder: str, name: str, ending: str) -> Path:
     """Return the file of a profile by name.
 
     Raises:
-        ValueError: there is no such profile. The text has the closest names.
+        ValueError: there is no such profile. The text has all names, the closest first.
     """
     return _find_profile(PROFILES, folder, name, ending)
 
@@ -254,7 +254,9 @@ def _find_profile(profiles: Path, folder: str, name: str, ending: str) -> Path:
 
 def _no_profile(folder: str, name: str, ending: str) -> str:
     close = _close_names(folder, name, ending)
-    return f"no profile {shown(name)} in profiles/{folder}; there is {', '.join(close)}"
+    others = [known for known in _names(PROFILES / folder, ending) if known not in close]
+    text = f"no profile {shown(name)} in profiles/{folder}; there is {', '.join(close)}"
+    return f"{text}; the others are {', '.join(others)}" if others else text
 
 
 def _close_names(folder: str, name: str, ending: str) -> list[str]:

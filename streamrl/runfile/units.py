@@ -23,7 +23,7 @@ _TIMES_IN_WORDS = {
     **dict.fromkeys(("week", "weeks"), 7 * SECONDS_PER_DAY),
     **dict.fromkeys(("year", "years"), SECONDS_PER_YEAR),
 }
-DURATION = "a duration such as '20 ms', '30 h' or '1 day 2 h'"
+DURATION = "a duration such as '3 days', '1 day 2 h' or '20 ms'"
 _BITS = re.compile(r"(?P<prefix>[kKmMgGtTpP]?)(?:bps|b/s|bit/s|bits/s)")
 _DATE = re.compile(r"\d{4}-\d{1,2}(?:-\d{1,2})?\b.*|\d{1,2}[./]\d{1,2}[./]\d{2,4}\b.*")
 _PART = re.compile(r"\s*(-?[\d_.]+(?:[eE][+-]?\d+)?\s*[A-Za-z/]+)\s*(?:,|and\b)?")
@@ -177,7 +177,9 @@ def read_quantity(kind: type, value: object) -> object:
 def _split(text: object, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} needs a unit: write {example}")
+        has_number = not isinstance(text, str) or any(map(str.isdigit, text))
+        lacks = "a unit" if has_number else "a number and a unit"
+        raise ValueError(f"{text!r} needs {lacks}: write {example}")
     if match[1].startswith("-"):
         raise ValueError(f"{text!r} is below 0: write {example}")
     return float(match[1]), match[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import difflib
 import gzip
 import importlib.util
 import json
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from streamrl.runfile.errors import unique_keys
+from streamrl.runfile.errors import RunError, unique_keys
 from streamrl.runfile.workload_config import HUB
 
 if TYPE_CHECKING:
@@ -151,8 +152,20 @@ def read_bytes(path: Path) -> bytes:
 def _read_text(path: Path, key: str) -> str:
     try:
         return read_bytes(path).decode("utf-8-sig")
+    except FileNotFoundError:
+        text = f"{key and f'{key}: '}{path} does not exist{_like(path)}"
+        raise RunError(key, str(path), text=text) from None
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{key and f'{key}: '}{path} cannot be read: {error}") from None
+
+
+def _like(path: Path) -> str:
+    """Return the files beside a missing one whose names are like its name, as a question; "" if there are none."""
+    names = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return (
+        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+    )
 
 
 def _entries_of(text: str) -> list[object] | None:
