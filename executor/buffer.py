@@ -26,7 +26,13 @@ from streamrl.executor.token_files import (
     remove_files,
     take_over,
 )
-from streamrl.executor.tokens import TokenBlock, TokenSegment, merge_segments, read_blocks
+from streamrl.executor.tokens import (
+    TokenBlock,
+    TokenSegment,
+    count_ids,
+    merge_segments,
+    read_blocks,
+)
 from streamrl.record.run_directory import FATES, OF_FAMILY
 from streamrl.workload.prompt_families import prompt_family
 from streamrl.workload.prompt_records import Record
@@ -107,6 +113,8 @@ class BufferedRollout:
     """All rollouts of the same prompt, including this one."""
     line: int
     """Index of its record in the prompts file."""
+    step: int | None = None
+    """The step that its group was drawn for."""
     num_tokens: int = 0
     output: tuple[TokenBlock, ...] = ()
     """One block for each attempt that generated tokens."""
@@ -242,17 +250,19 @@ class RolloutBuffer:
         self._undrawn = (each for each in count(group) if each not in done)
         self._next_group = group
 
-    def draw(self, num_groups: int, oldest_version: int = 0) -> tuple[DrawnGroup, ...]:
-        """Draw the next groups; saved tokens of versions older than `oldest_version` are not used."""
+    def draw(
+        self, num_groups: int, oldest_version: int = 0, step: int | None = None
+    ) -> tuple[DrawnGroup, ...]:
+        """Draw the next groups for a step; saved tokens of versions older than `oldest_version` are not used."""
         groups = islice(self._undrawn, num_groups)
         draws = [draw.drawn for group in groups for draw in self.workload.draw(group, 1)]
         self._next_group = max(self._next_group, *(1 + drawn.group for drawn in draws))
-        return tuple(self._open(drawn, oldest_version) for drawn in draws)
+        return tuple(self._open(drawn, oldest_version, step) for drawn in draws)
 
-    def _open(self, drawn: DrawnGroup, oldest_version: int) -> DrawnGroup:
+    def _open(self, drawn: DrawnGroup, oldest_version: int, step: int | None) -> DrawnGroup:
         """Add the rollouts of a group; return the group with the sizes of saved tokens."""
         line = self.workload.line(drawn.group)
-        opened = [BufferedRollout(drawn.rollouts, line) for _ in drawn.rollouts]
+        opened = [BufferedRollout(drawn.rollouts, line, step=step) for _ in drawn.rollouts]
         self.rollouts.update(zip(drawn.rollouts, opened, strict=True))
         if self._kept is not None:
             for rollout, buffered in zip(drawn.rollouts, opened, strict=True):
@@ -276,6 +286,16 @@ class RolloutBuffer:
     def _text_of(self, buffered: BufferedRollout) -> str:
         """Return the text of a rollout, decoded from its tokens."""
         return self.workload.text(read_blocks(buffered.output)[0].tolist())
+
+    def facts(self, buffered: BufferedRollout) -> dict[str, object]:
+        """Return what rollouts.jsonl says of a rollout's prompt: its place in the data, its text and its tokens."""
+        line = buffered.line
+        return {
+            "step": buffered.step,
+            "place": self.workload.place(line),
+            "prompt": self.workload.records[line]["prompt"],
+            "prompt_tokens": count_ids(self.workload.prompts[line]),
+        }
 
     def request(self, command: Generate) -> Request:
         """Return the request with which a replica starts or continues a rollout."""

@@ -124,6 +124,14 @@ class PromptWorkload:
         source = group if self._tails is None else self._tails.source(group)
         return self._lines_drawn[self._order.prompt(source)]
 
+    def place(self, line: int) -> str:
+        """Return the file and the line of a record, as errors name it: from 1 in each file."""
+        for source in self._sources:
+            if line < len(source.records):
+                return source.line(line)
+            line -= len(source.records)
+        raise IndexError("no data set has this record")
+
     def _group(self, group: int) -> Draw:
         size = self.group_size
         rollouts = tuple(range(group * size, group * size + size))

@@ -321,7 +321,7 @@ class RealWorld(World[Trace]):
                 await self._abort(command)
                 return None
             case DrawPrompts(step, num_groups, oldest_version):
-                groups = self._buffer.draw(num_groups, oldest_version)
+                groups = self._buffer.draw(num_groups, oldest_version, step)
                 return PromptsDrawn(step, oldest_version, groups)
             case StartReplica():
                 return await self._start_replica(command)
@@ -342,7 +342,9 @@ class RealWorld(World[Trace]):
         buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
         buffered.verify_time = self.now - began_at
         self._buffer.step_statistics.end(buffered.num_tokens, buffered.reward, record)
-        self._directory.write_rollout(rollout, buffered, text, {"time": self.now})
+        self._directory.write_rollout(
+            rollout, buffered, text, {**self._buffer.facts(buffered), "time": self.now}
+        )
         self._stream.publish(rollout, buffered, text, record.get("prompt"))
         return Verified(rollout, buffered.reward)
 

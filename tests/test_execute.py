@@ -394,3 +394,17 @@ def test_a_run_that_writes_its_trace_keeps_none_of_it_in_memory(tmp_path: Path) 
     assert len(sizes) > 30 and set(sizes) == {0}
     lines = (tmp_path / "run" / "trace.jsonl").read_bytes().splitlines()
     assert len(lines) == len(sizes) + 2  # the header of the world's first trace, and the second's
+
+
+def test_each_line_of_rollouts_names_its_prompt_its_place_in_the_data_its_step_and_its_tokens(
+    tmp_path: Path,
+) -> None:
+    execute(real_run(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
+    assert len(lines) == 4 * 3 * 2
+    for line in lines:
+        file, _, number = line["place"].rpartition(":")
+        record = json.loads(Path(file).read_text().splitlines()[int(number) - 1])
+        assert line["prompt"] == record["prompt"] and int(number) == line["line"] + 1
+        assert line["prompt_tokens"] == len(record["prompt"]) and line["num_tokens"] > 0
+        assert line["step"] == line["group"] // 3 + 1
