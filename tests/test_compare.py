@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.cli.compare import compare
+from streamrl.record.metrics import measure
+from streamrl.report.run_tables import most_different_cause
 from streamrl.sim.world import simulate
 from tests.runs import small_run
 
@@ -56,3 +59,12 @@ def test_what_is_simulated_for_a_run_can_be_changed(
     assert predicted[1] == pytest.approx(predicted[0] + 100)
     with pytest.raises(ValueError, match="--set changes what is simulated now"):
         compare(measured, given, overrides=["framework.step_time=100 s"])
+
+
+def test_the_cause_of_idle_time_that_was_predicted_worst_is_named_with_its_keys() -> None:
+    predicted = measure(simulate(small_run()))
+    idle = {**predicted.idle, "verifier": predicted.idle.get("verifier", 0.0) + 0.38}
+    told = most_different_cause(predicted, replace(predicted, idle=idle))
+    assert told.startswith("Predicted worst: idle for verifier, ")
+    assert told.endswith("38.0% measured; set verifier.time and verifier.workers.")
+    assert most_different_cause(predicted, predicted) == ""

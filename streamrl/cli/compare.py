@@ -20,7 +20,11 @@ from streamrl.engine.trace import Trace
 from streamrl.record.metrics import measure
 from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.report.run_tables import compare as compare_metrics
-from streamrl.report.run_tables import comparison_table, measure_first_text
+from streamrl.report.run_tables import (
+    comparison_table,
+    measure_first_text,
+    most_different_cause,
+)
 from streamrl.sim.studies.rerun import simulate_as_recorded
 
 KINDS = {"real": "an executed run", "simulated": "a simulation"}
@@ -64,6 +68,8 @@ def compare(
     else:
         console = stdout_console()
         console.print(comparison_table(expected, figures, intervals=intervals))
+        if cause := most_different_cause(expected, figures):
+            console.print(f"\n{cause}", highlight=False, markup=False)
         if hint := measure_first_text(expected, str(measured)):
             console.print(f"\n{hint}", highlight=False, markup=False)
 

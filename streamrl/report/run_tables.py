@@ -296,6 +296,34 @@ def measure_first_text(predicted: Metrics, directory: str) -> str:
     )
 
 
+CORRECTED_BY = {
+    "verifier": "verifier.time and verifier.workers",
+    "tool": "environment.action_time",
+    "sync": "a profile of this machine (streamrl profile), or sync.backend",
+    "staleness": "policies.max_staleness",
+    "checkpoint": "execute.checkpoint_every",
+}
+"""Where the prediction of each cause of idle time comes from."""
+WORTH_A_LINE = 0.05
+"""Difference of a cause's share of GPU time above which it is named."""
+
+
+def most_different_cause(predicted: Metrics, measured: Metrics) -> str:
+    """Return the cause of idle time that was predicted worst, and the keys that correct it; empty if all are close."""
+    causes = dict.fromkeys([*measured.idle, *predicted.idle])
+    shares = {
+        each: (predicted.idle.get(each, 0.0), measured.idle.get(each, 0.0)) for each in causes
+    }
+    if not shares:
+        return ""
+    worst = max(shares, key=lambda cause: abs(shares[cause][0] - shares[cause][1]))
+    ours, theirs = shares[worst]
+    if abs(ours - theirs) <= WORTH_A_LINE:
+        return ""
+    by = f"; set {CORRECTED_BY[worst]}" if worst in CORRECTED_BY else ""
+    return f"Predicted worst: idle for {worst}, {ours:.1%} of GPU time predicted and {theirs:.1%} measured{by}."
+
+
 def _beyond_text(is_apart: bool | None) -> str:
     match is_apart:
         case None:

@@ -14,7 +14,11 @@ from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.paired_bars import Pair, pairs_picture
-from streamrl.report.run_tables import is_within_band, measure_first_text
+from streamrl.report.run_tables import (
+    is_within_band,
+    measure_first_text,
+    most_different_cause,
+)
 from streamrl.report.words import NBSP, change, dollars, seconds, step_seconds
 from streamrl.runfile.formatting import format_duration, long_time
 
@@ -106,6 +110,8 @@ def measured_section(option: Option, found: Prediction | str) -> PageSection:
         f"The prediction is {found.source}. A mean step is that of steps {first} to {last}. "
         "The error is predicted minus measured, relative to measured."
     )
+    if cause := most_different_cause(predicted, measured):
+        section.notes.append(cause)
     if hint := measure_first_text(predicted, str(option.run.path.parent)):
         section.notes.append(hint)
     return section
