@@ -1,6 +1,6 @@
 """Take away one thing at a time that framework profiles fill in, and compare stages of published RL steps.
 
-    python -m benchmarks.bench_ablation                          ten minutes
+    python -m benchmarks.bench_ablation                          half an hour on two cores
     python -m benchmarks.bench_ablation --output docs/ablation.md
 
 A correction earns its place if a stage is worse without it. One that improves only whole steps may cancel another
@@ -33,13 +33,27 @@ LEAST = 1e-6
 """Seconds of a stage that is gone without a correction; its error is -100 %."""
 HEAD = """# Each correction alone
 
-`python -m benchmarks.bench_ablation --output docs/ablation.md` writes this page ({stamp}). Frameworks fill in keys of a
-run file, and add seconds to a step. Each line takes one of them away from all published steps that have it: errors of
-their stages with it and without it. A correction is kept if a stage is worse without it.
+Frameworks fill in keys of a run file, and add seconds to a step. A published stage or step becomes worse without each of
+them, except without: {useless}. Keys of memory decide which layouts fit, so a step may not show them.
+
+Each line takes one correction away from all published steps that have it. It compares the errors of their stages with it
+and without it. A correction that improves only whole steps may cancel another error, so stages come first.
+
+`make bench-ablation` writes this page ({stamp}). It takes half an hour on two cores.
+
+| without | worse, in points of the median error | better |
+|---|---|---|
+"""
+DETAILS = """
+## Errors of each group
+
+Median of absolute errors and bias, with the correction and without it. Groups that it does not change are left out.
 
 | without | stage or steps | rows | median error with | without | bias with | without |
 |---|---|---|---|---|---|---|
 """
+VISIBLE = 0.005
+"""Change of a median error that is listed."""
 
 
 class Line(NamedTuple):
@@ -64,7 +78,7 @@ def main() -> None:
         print(json.dumps(line._asdict()), flush=True)
         lines.append(line)
     if options.output:
-        options.output.write_text(page_of(lines), encoding="utf-8")
+        options.output.write_text(page_of(lines, stamp()), encoding="utf-8")
 
 
 def find_lines(published: Sequence[Published]) -> Iterator[Line]:
@@ -94,14 +108,41 @@ def without(step: Published, correction: str) -> Published | None:
     return replace(step, opens={**step.opens, correction: [value]})
 
 
-def page_of(lines: Sequence[Line]) -> str:
-    """Return the page with a table of all lines."""
+def page_of(lines: Sequence[Line], made: str) -> str:
+    """Return the page: which groups each correction changes, and the errors of those.
+
+    Args:
+        lines: the comparisons.
+        made: version and date of the code that made them.
+    """
+    names = list(dict.fromkeys(line.correction for line in lines))
+    worse, better = _changed(lines, 1), _changed(lines, -1)
+    useless = [f"`{name}`" for name in names if not worse.get(name)]
+    head = HEAD.format(stamp=made, useless=", ".join(useless) or "none")
+    verdicts = [f"| `{name}` | {_cell(worse, name)} | {_cell(better, name)} |" for name in names]
     rows = [
         f"| `{line.correction}` | {line.group} | {line.rows} | {line.median:.1%} | {line.median_without:.1%} "
         f"| {line.bias:+.1%} | {line.bias_without:+.1%} |"
         for line in lines
+        if abs(line.median_without - line.median) >= VISIBLE
+        or abs(line.bias_without - line.bias) >= VISIBLE
     ]
-    return HEAD.format(stamp=stamp()) + "\n".join(rows) + "\n"
+    return head + "\n".join(verdicts) + "\n" + DETAILS + "\n".join(rows) + "\n"
+
+
+def _changed(lines: Sequence[Line], sign: int) -> dict[str, list[str]]:
+    """Return the groups whose median error rises (1) or falls (-1) without each correction, with that change."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        rise = line.median_without - line.median
+        if sign * rise >= VISIBLE:
+            name = line.group.rpartition(": ")[2]
+            found.setdefault(line.correction, []).append(f"{name} ({100 * rise:+.1f})")
+    return found
+
+
+def _cell(found: dict[str, list[str]], name: str) -> str:
+    return "; ".join(found.get(name, ["-"]))
 
 
 def _compared(correction: str, before: Sequence[Row], after: Sequence[Row]) -> Iterator[Line]:

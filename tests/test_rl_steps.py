@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.bench_ablation import without
+from benchmarks.bench_ablation import Line, page_of, without
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
@@ -92,6 +92,16 @@ def test_an_ablation_takes_away_what_the_framework_fills_in_and_nothing_that_the
     assert slow.opens == {**step.opens, "framework.step_time": ["0 s"]}
     assert without(step, "rollout.memory_utilization") is None  # its recipe states it
     assert without(PUBLISHED[SMALL[0]], "trainer.kernels") is None  # it names no framework
+
+
+def test_the_page_of_an_ablation_names_corrections_without_which_nothing_becomes_worse() -> None:
+    stages = {"a": (0.10, 0.20), "b": (0.20, 0.10), "c": (0.10, 0.101)}
+    lines = [Line(name, "train", 3, *medians, 0.0, 0.0) for name, medians in stages.items()]
+    page = page_of([*lines, Line("b", "step", 3, 0.1, 0.12, 0.0, 0.0)], "today")
+    assert "except without: `c`." in page
+    assert "| `a` | train (+10.0) | - |" in page
+    assert "| `b` | step (+2.0) | train (-10.0) |" in page
+    assert "| `c` | - | - |" in page and "| `c` | train" not in page
 
 
 @pytest.mark.parametrize("name", SMALL)
