@@ -262,6 +262,13 @@ def choices_of(step: Published) -> Iterator[dict[str, Any]]:
         yield {**choice, "workload.lengths.scale": _scale(step, choice)}
 
 
+def with_keys(step: Published, keys: Mapping[str, Any]) -> Published:
+    """Return a step with dotted keys of its run file changed."""
+    table = deepcopy(step.table)
+    _apply(table, keys)
+    return msgspec.structs.replace(step, table=table)
+
+
 def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
     """Return the seconds of the published stages for one combination of inputs; None if our memory model refuses it."""
     ahead = step.most_ahead

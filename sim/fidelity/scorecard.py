@@ -37,6 +37,7 @@ TITLES = {
     "served-ranges": "Served points with unknown inputs: workers, kind of ranks or draft tokens",
     "training": "Training: seconds of an optimizer step",
     "steps": "Steps of RL: stages of published runs",
+    "ratios": "Ratios of steps: the same run synchronous, asynchronous, and with other staleness",
     "memory": "Memory of replicas: KV cache that engines log at their start",
 }
 SHORT_TITLES = {

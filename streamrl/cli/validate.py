@@ -48,6 +48,7 @@ from streamrl.sim.fidelity.paper_generation import constants, decode_curve, disp
 from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
 from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from streamrl.sim.fidelity.published_rows import Row, group_table, grouped, row_table, summarise
+from streamrl.sim.fidelity.ratios import ratio_rows
 from streamrl.sim.fidelity.rl_steps import steps_rows
 from streamrl.sim.fidelity.scorecard import (
     HISTORY,
@@ -66,6 +67,7 @@ ROWS: dict[str, Callable[[], list[Row]]] = {
     "served-ranges": range_rows,
     "training": training_rows,
     "steps": steps_rows,
+    "ratios": ratio_rows,
     "memory": room_rows,
 }
 """Sets of published rows by name."""

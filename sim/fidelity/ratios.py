@@ -1,0 +1,110 @@
+"""Published ratios of the same run in two modes (profiles/published/ratios.toml), compared with their simulation.
+
+A ratio says more about the form of a prediction than two steps do. Errors of the hardware, and of unknown lengths, are
+mostly the same in both modes and cancel. Both modes are simulated with the same combination of unknown inputs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.hardware.profiles import PROFILES
+from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.rl_steps import (
+    Published,
+    choices_of,
+    load_published,
+    simulate_step,
+    with_keys,
+)
+from streamrl.sim.parallel import worker_pool
+
+PATH = PROFILES / "published" / "ratios.toml"
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a step of one variant over those of another."""
+
+    name: str
+    over: str
+    under: str
+    published: tuple[float, float]
+    """Lowest and highest ratio that the source allows."""
+    missed: str = ""
+    """Why our prediction is outside of that range; empty if it is not."""
+
+
+class RatioGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ratios of one published run."""
+
+    source: str
+    step: str
+    """Name of a step in rl_steps.toml."""
+    variants: dict[str, dict[str, Any]]
+    """Keys of the run file that each variant changes, by the variant's name."""
+    ratios: list[Ratio]
+
+
+def load_ratios(path: Path = PATH) -> list[RatioGroup]:
+    """Read profiles/published/ratios.toml."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return msgspec.convert(table["groups"], list[RatioGroup])
+
+
+def ratio_rows(published: Sequence[Published] | None = None) -> list[Row]:
+    """Return every published ratio with the range of its prediction, for the steps of rl_steps.toml or other inputs of them."""
+    steps = {step.name: step for step in published or load_published()}
+    with worker_pool() as pool:
+        rows = [list(_rows(group, steps[group.step], pool)) for group in load_ratios()]
+    return [row for some in rows for row in some]
+
+
+def _rows(group: RatioGroup, step: Published, pool: Executor) -> Iterator[Row]:
+    choices = list(choices_of(step))
+    variants = {name: with_keys(step, keys) for name, keys in group.variants.items()}
+    wanted = [(one, choice) for one in variants.values() for choice in choices]
+    found = iter(pool.map(simulate_step, *zip(*wanted, strict=True)))
+    seconds = {name: [_step_of(next(found), name) for _ in choices] for name in variants}
+    for ratio in group.ratios:
+        pairs = zip(seconds[ratio.over], seconds[ratio.under], strict=True)
+        yield _row(ratio, [over / under for over, under in pairs], group, step)
+
+
+def _step_of(found: Any, name: str) -> float:
+    """Return the seconds of a step.
+
+    Raises:
+        ValueError: our memory model refuses the variant.
+    """
+    if found is None:
+        raise ValueError(f"{PATH.name}: our memory model refuses {name!r}")
+    return float(found.seconds["step"])
+
+
+def _row(ratio: Ratio, ours: Sequence[float], group: RatioGroup, step: Published) -> Row:
+    return Row(
+        name=f"{step.name.partition(':')[0]}: {ratio.name}",
+        group="synchronous over asynchronous" if ratio.over == SYNCHRONOUS else "staleness",
+        shape=step.table["model"]["name"],
+        unit="x",
+        published=ratio.published,
+        predicted=(min(ours), max(ours)),
+        band=None,
+        note=f"{step.note}; {ratio.missed}" if ratio.missed else step.note,
+        source=group.source,
+    )
+
+
+SYNCHRONOUS = "synchronous"
+
+
+def meets(row: Row) -> bool:
+    """Return whether the predicted range has a value that the source allows."""
+    (low, high), (least, most) = row.predicted, row.published
+    return low <= most and high >= least

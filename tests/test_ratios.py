@@ -1,0 +1,45 @@
+"""Published ratios of one run in two modes: what is read, and that their form is predicted."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.runfile.files import make_run
+from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.ratios import load_ratios, meets, ratio_rows
+from streamrl.sim.fidelity.rl_steps import load_published, with_keys
+
+GROUPS = load_ratios()
+
+
+def test_every_variant_is_a_run_file_and_every_ratio_has_two_variants_and_a_range() -> None:
+    steps = {step.name: step for step in load_published()}
+    for group in GROUPS:
+        assert group.source
+        for keys in group.variants.values():
+            run = make_run(with_keys(steps[group.step], keys).table)
+            sides = run.trainer.num_gpus + run.rollout.num_gpus * (not run.policies.shares_gpus)
+            (pool,) = run.cluster.pools.values()
+            assert sides == pool.num_gpus
+        for ratio in group.ratios:
+            assert {ratio.over, ratio.under} <= group.variants.keys()
+            assert 0 < ratio.published[0] < ratio.published[1]
+
+
+def test_ratios_are_in_their_published_range_unless_a_miss_is_explained_and_have_its_form() -> None:
+    one = {"workload.lengths.source": ["servegen-r1"]}  # half of the simulations
+    steps = [msgspec.structs.replace(step, opens=one) for step in load_published()]
+    check({row.name.partition(": ")[2]: row for row in ratio_rows(steps)})
+
+
+def check(rows: dict[str, Row]) -> None:
+    for ratio in (each for group in GROUPS for each in group.ratios):
+        row = rows[ratio.name]
+        assert meets(row) == (not ratio.missed), row
+        assert ratio.missed in row.note
+    sweep = [rows[f"staleness 0 over {most}, 128 H20"].predicted[1] - 1 for most in (0.1, 0.3, 0.5)]
+    assert 0 < sweep[0] < sweep[1] < sweep[2], "more staleness is faster"
+    assert sweep[2] - sweep[1] < sweep[1] - sweep[0], "it saturates"
+    names = [f"synchronous over asynchronous, {gpus} H20" for gpus in (32, 64, 128)]
+    low, middle, high = (rows[name].predicted[0] for name in names)
+    assert 1 < low < middle < high, "more GPUs gain more"
