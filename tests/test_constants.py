@@ -16,10 +16,10 @@ from streamrl.sim.fidelity.constants import (
     page_lines,
     profile_files,
     profile_numbers,
-    publisher,
     registry,
     training_sources,
 )
+from streamrl.sim.fidelity.published_rows import publisher
 
 LISTED = (
     *sorted((ROOT / "streamrl" / "sim" / "costs").rglob("*.py")),

@@ -22,6 +22,7 @@ from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.training import rates_of
+from streamrl.sim.fidelity.published_rows import publisher
 from streamrl.sim.fidelity.serving import read_serving
 from streamrl.sim.fidelity.training_steps import (
     PublishedStep,
@@ -293,12 +294,6 @@ def _spread_over_sources(steps: Sequence[PublishedStep]) -> list[PublishedStep]:
     return [
         step for some in by_source.values() for step in some[:: max(1, len(some) // ROWS_OF_SOURCE)]
     ]
-
-
-def publisher(source: str) -> str:
-    """Return who published a row: the repository of its source, or its first words. Pages of one repository are one."""
-    words = source.replace(",", " ").split()
-    return " ".join(words[:2]) if words[0] == "NeMo" else words[0].rpartition("/")[2]
 
 
 def page_lines() -> Iterator[str]:

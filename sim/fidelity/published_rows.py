@@ -127,6 +127,12 @@ def read_published(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
+def publisher(source: str) -> str:
+    """Return who published a row: the repository of its source, or its first words. Pages of one repository are one."""
+    words = source.replace(",", " ").split()
+    return " ".join(words[:2]) if words[0] == "NeMo" else words[0].rpartition("/")[2]
+
+
 def summarise(rows: Sequence[Row]) -> Summary:
     """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])

@@ -23,6 +23,7 @@ from streamrl.sim.fidelity.published_rows import (
     grouped,
     half_band_text,
     in_band_text,
+    publisher,
     range_text,
     summarise,
 )
@@ -66,6 +67,7 @@ HOW_TO_READ = (
     "",
     "- *rows without a fit*: no constant was fitted to these rows. Causes were searched on some of them, so they are not blind:",
     "  predictions with a date before their results are in [predictions](predictions.md).",
+    "- *sources*: how many repositories, papers or logs these rows are from. Rows of one source are alike.",
     "- *median* and *p90* are absolute errors of predictions, relative to the published value;",
     "- *bias* is the median of signed errors;",
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
@@ -180,14 +182,18 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     for name, some in sets.items():
         for row in some:
             rows.setdefault(partition_of(name, row), []).append(row)
-    yield "| published | rows without a fit | median | p90 | bias | range | in band | band | fitted rows: left out | in sample |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| published | rows without a fit | sources | median | p90 | bias | range | in band | band | fitted rows: left out | in sample |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     free = {
         partition: [row for row in some if row.evidence == "not fitted"]
         for partition, some in rows.items()
     }
     for partition in sorted(rows, key=lambda each: not free[each]):
-        cells = _figures(summarise(free[partition])) if free[partition] else "0 | | | | | |"
+        cells = "0 | | | | | | |"
+        if free[partition]:
+            sources = len({publisher(row.source) for row in free[partition]})
+            rest = _figures(summarise(free[partition])).partition(" | ")[2]
+            cells = f"{len(free[partition])} | {sources} | {rest}"
         beside = []
         for evidence in get_args(Evidence)[1:]:
             some = [row for row in rows[partition] if row.evidence == evidence]
