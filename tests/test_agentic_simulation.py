@@ -30,6 +30,7 @@ from streamrl.sim.prefix_cache import PrefixCache
 from streamrl.workload.episodes import Episode, fitted_to_context
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
+    call_at,
     checked_world,
     lose_replica_at,
     lose_trainer_at,
@@ -229,6 +230,30 @@ def test_a_large_cache_keeps_every_context_and_a_small_one_does_not() -> None:
     assert attribute(tight).busy["recomputed-prefix"] > 0
 
 
+def test_a_preempted_context_is_counted_once() -> None:
+    changes = {"policies.system": "stream-sync", "rollout.replicas": 1, "algorithm.steps": 1}
+    more = {"algorithm.prompts_per_step": 8, "workload.max_prompt_tokens": 64}
+    more |= {"rollout.max_running": 16, "workload.lengths.scale": 0.05}
+    environment = {**AGENT, "max_context": 1000, "action_time": "0 s", "start_time": "0 s"}
+    world = checked_world(run_with_capacity(1000, {"environment": environment, **changes, **more}))
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        for replica in world.replicas.values():
+            cache = replica._cache
+            assert cache.unused is not None
+            own = {rollout for what, rollout in cache.unused._kept if what == "own"}
+            assert own.isdisjoint(replica._running)
+            assert cache.held + cache.unused.held <= cache.capacity
+            most = max(most, replica.num_preempted)
+
+    for number in range(1, 3000):
+        call_at(world, number * 0.01, look)
+    world.run()
+    assert most, "nothing was preempted"
+
+
 def test_a_replica_without_prefix_caching_computes_every_context_again() -> None:
     changes = {"rollout.shares_prefixes": False, "policies.system": "stream-sync"}
     hits, known = hit_tokens(simulated(agentic(changes)))
@@ -295,23 +320,31 @@ def test_starts_share_their_limit_per_second() -> None:
 
 
 def test_prepared_environments_start_first_and_are_replaced() -> None:
-    warm = {"warm": 2, "warm_start_time": "100 ms", "start_time": "4 s"}
+    warm = {"warm": 2, "warm_start_time": "100 ms", "start_time": "4 s", "sandboxes": 2}
     trace = simulated(agentic({"policies.system": "stream-sync"}, **warm))
-    started_at = commands(trace, Act)[0][0]
-    ends = [time - started_at for time, event in events(trace, Observed)]
-    assert sorted(ends)[:2] == pytest.approx([0.1, 0.1])
-    starts = {c.rollout for _, c in commands(trace, Act) if c.starts}
-    assert len(starts) == 12
+    took = [end - begun for begun, end, command in acts(trace) if command.starts]
+    assert took[:2] == pytest.approx([0.1, 0.1])
+    assert sum(each == pytest.approx(0.1) for each in took) > 2, "others were prepared"
+
+
+def acts(trace: Trace) -> list[tuple[float, float, Act]]:
+    """Return the beginning and the end of each action."""
+    begun: dict[int, tuple[float, Act]] = {}
+    found: list[tuple[float, float, Act]] = []
+    for time, event, answer in trace.entries:
+        if isinstance(event, Observed):
+            began_at, command = begun.pop(event.rollout)
+            found.append((began_at, time, command))
+        begun |= {c.rollout: (time, c) for c in answer if isinstance(c, Act)}
+    return found
 
 
 def test_an_action_ends_at_its_time_limit() -> None:
     trace = simulated(agentic(action_time="20 s", action_time_limit="3 s"))
-    begun = {c.rollout: t for t, c in commands(trace, Act) if not c.starts}
-    timed_out = [event for _, event in events(trace, Observed) if event.has_timed_out]
-    assert begun and timed_out
-    assert len(timed_out) == sum(
-        not c.starts and c.time_limit == 3.0 for _, c in commands(trace, Act)
-    ) - sum(event.is_over for _, event in events(trace, Observed))
+    took = [end - begun for begun, end, command in acts(trace) if not command.starts]
+    assert max(took) == pytest.approx(3.0)
+    num_limited = sum(each == pytest.approx(3.0) for each in took)
+    assert num_limited == sum(event.has_timed_out for _, event in events(trace, Observed)) > 0
 
 
 def test_idle_replicas_wait_for_tools() -> None:

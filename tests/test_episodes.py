@@ -25,6 +25,7 @@ from streamrl.engine.messages import (
     Verify,
     WakeAt,
     WeightsLoaded,
+    WeightsPushed,
     Woke,
 )
 from streamrl.runfile.errors import RunError
@@ -178,6 +179,17 @@ def test_a_barrier_waits_for_acting_episodes() -> None:
     assert of(PushWeights, answered(s, 1, is_over=True))
 
 
+def test_an_environment_starts_when_a_replica_is_fresh_enough_for_its_episode() -> None:
+    s = episodes(1, policies__system="stream-sync", policies__weight_sync="barrier")
+    begun(s)
+    answered(s, 0, tokens=0)
+    s.tell(generated(0, 256, "length"), Verified(0, 1.0))
+    commands = s.step(1)
+    assert not of(Act, s.draw(commands)), "no replica has version 1"
+    (push,) = of(PushWeights, commands)
+    assert of(Act, s.tell(WeightsPushed(push.version, 1))) == [Act(1, 0, starts=True)]
+
+
 # Time limits --------------------------------------------------------------------------------------
 
 
@@ -295,17 +307,11 @@ def test_a_turn_after_a_weight_load_has_the_new_version() -> None:
     answered(s, 0, 1, tokens=0)
     s.tell(generated(1, 10), generated(0, 256, "length"), Verified(0, 1.0))
     pushed = of(PushWeights, s.step(1))
-    loads = of(LoadWeights, s.tell(*(done for done in map(_pushed, pushed))))
+    loads = of(LoadWeights, s.tell(*(WeightsPushed(push.version, 1) for push in pushed)))
     assert [load.drain for load in loads] == [True]
     s.tell(WeightsLoaded(0, 1, 1.0))
     (sent,) = of(Generate, answered(s, 1))
     assert sent.turn == 1
-
-
-def _pushed(command: PushWeights) -> Any:
-    from tests.runs import done
-
-    return done(command)
 
 
 # Run file -----------------------------------------------------------------------------------------

@@ -140,8 +140,8 @@ class Environments:
             rollout.is_turn_over = False
             rollout.turn += 1
             rollout.observed += event.tokens
-        is_late = now >= rollout.deadline - DUE
-        return event.is_over or is_late or rollout.context >= self.config.max_context
+        is_full = rollout.context >= self.config.max_context
+        return event.is_over or rollout.is_truncated or is_full
 
     def end(self, rollout: Rollout) -> None:
         """Record that an episode has ended, or was dropped."""

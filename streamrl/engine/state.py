@@ -350,9 +350,8 @@ class State:
 
     def _end_turn(self, rollout: Rollout, event: Generated, environments: Environments) -> None:
         """Let the environment answer a turn, unless it ends the episode."""
-        is_late = rollout.is_truncated or self.now >= rollout.deadline
         is_last = event.finish != "stop" or environments.is_last_turn(rollout)
-        if is_late or is_last or rollout.context >= environments.config.max_context:
+        if rollout.is_truncated or is_last or rollout.context >= environments.config.max_context:
             self._end_episode(rollout, environments)
         else:
             environments.end_turn(rollout)
