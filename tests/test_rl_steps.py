@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.bench_ablation import Line, page_of, without
+from streamrl.cli.validate import ROWS
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
@@ -254,6 +255,12 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[6] == "150%"
     assert cells[9:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
     assert memory.startswith("| KV cache of replicas | 0 |") and memory.endswith("10.0% of 1 |")
+
+
+def test_every_set_of_rows_has_its_place_in_the_scorecard() -> None:
+    for name in ROWS:
+        assert any("10.0%" in line for line in scorecard({name: [ROW]}))
+        assert list(sections({name: [ROW]}))
 
 
 def test_a_range_does_not_count_as_exact_and_its_width_is_listed() -> None:

@@ -47,6 +47,7 @@ SHORT_TITLES = {
     "served-ranges": "serving under load, unknown inputs",
     "training": "training steps",
     "steps": "stages of RL steps",
+    "ratios": "ratios of synchronous to asynchronous steps",
     "memory": "KV cache of replicas",
 }
 """Begins of the scorecard's partitions."""
