@@ -135,7 +135,7 @@ def test_the_table_of_a_run_has_its_figures_with_units() -> None:
         "48  32 rollout, 16 trainer",
         "0: 1,000 (25 %), 1: 3,000 (75 %)",
         "8  failed 3 times",
-        "2 h 0 min in all",
+        " over the same steps, simulated, 2 h 0 min in all",
     ):
         assert shown in text
 

@@ -20,6 +20,10 @@ from streamrl.runfile.backend_choice import ENGINES, engine_named, simulated_eng
 from streamrl.runfile.roles_config import Packing, Recompute
 
 DIRECTORY = Path("runs/profiles")
+DURATION = (
+    "the quickstart's model takes up to 8 minutes on two cores; Ctrl-C stops and writes nothing"
+)
+"""How long a profile takes. Two cores took 449 s beside other work."""
 
 
 def _measured_engine(name: str) -> str:
@@ -117,6 +121,7 @@ def measure(
     """Measure a model on this machine, for use in simulations.
 
     It measures decode, prefill, training, optimizer, push and load. Name the result in `costs.profile` of a run file.
+    The model of the quickstart takes up to 8 minutes on two cores, and larger models take longer.
 
     Example: streamrl profile build/quickstart/model --max-context 176 -o runs/profiles/quickstart.toml
     """
@@ -145,6 +150,7 @@ def measure(
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
     )
+    typer.echo(f"measuring {setup.num_points} points; {DURATION}", err=True)
     try:
         with make_progress() as progress:
             task = progress.add_task("measure", total=setup.num_points, facts="starting")

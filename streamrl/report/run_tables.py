@@ -399,7 +399,8 @@ def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]
     first, last = (metrics.steps_before + step for step in metrics.counted_steps)
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
     total = format_duration(metrics.total_time)
-    took = f"median {format_duration(metrics.median_step_time)}, {metrics.world}, {total} in all"
+    median = f"median {format_duration(metrics.median_step_time)}"
+    took = f"{median} over the same steps, {metrics.world}, {total} in all"
     step_time = figure_text(metrics, "step_time", intervals=intervals)
     yield LABELS["step_time"], step_time, f"{steps}, {took}"
     if metrics.note:
