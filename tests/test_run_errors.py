@@ -81,6 +81,8 @@ def table_with(key: str, value: object) -> dict[str, Any]:
     """Return the small run file with one key replaced, in tables and lists too."""
     *parents, last = split_key(key)
     table = make_table()
+    if parents == ["environment"]:
+        table["environment"] = {"max_turns": 4, "max_context": 4096}
     place: Any = table
     for part in parents:
         place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
@@ -160,7 +162,7 @@ def test_a_missing_key_is_named_with_what_it_may_be(section: str) -> None:
 def test_the_kind_of_lengths_is_refused_with_its_choices() -> None:
     error = error_of(table_with("workload.lengths.kind", "lognormal"))
     assert str(error) == (
-        "workload.lengths.kind must be one of histogram, empirical, groups, trace, stated, got 'lognormal'"
+        "workload.lengths.kind must be one of histogram, empirical, groups, trace, stated, episodes, got 'lognormal'"
     )
 
 
