@@ -21,5 +21,5 @@ async def start_actor(
     options = {"num_cpus": 0, "max_concurrency": 1000}
     actor = RayActor(ray.remote(RayRole).options(**options).remote(), role_path, patience)
     await actor.locate()
-    await actor.begin(role_path, config, str(log))
+    await actor.begin(role_path, config, str(log), 0o077)
     return actor
