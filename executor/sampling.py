@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 REMOVED = -1e9
 """Logit of a token that is not sampled. It is finite, so that entropies are; its probability is exactly 0 in float32."""
@@ -57,10 +59,9 @@ def truncated(
     """
     if truncation.is_whole:
         return scaled
-    with torch.no_grad():
-        is_out = scaled < _smallest_logits(scaled, truncation)
-        if sampled is not None:
-            is_out.scatter_(-1, sampled[:, None], False)
+    is_out = scaled < _smallest_logits(scaled.detach(), truncation)
+    if sampled is not None:
+        is_out.scatter_(-1, sampled[:, None], False)
     return scaled.masked_fill(is_out, REMOVED)
 
 
@@ -72,7 +73,7 @@ def _smallest_logits(scaled: torch.Tensor, truncation: Truncation) -> torch.Tens
         least = scaled.amax(-1, keepdim=True) + math.log(truncation.min_p)
     if truncation.top_k is not None and truncation.top_k < size:
         rising = scaled.topk(truncation.top_k, dim=-1).values.flip(-1)
-        least = torch.maximum(least, rising[:, :1])
+        least = least.maximum(rising[:, :1])
     elif truncation.top_p < 1:
         rising = scaled.sort(dim=-1).values
     if truncation.top_p < 1:
@@ -80,7 +81,7 @@ def _smallest_logits(scaled: torch.Tensor, truncation: Truncation) -> torch.Tens
         is_kept = mass > 1 - truncation.top_p
         is_kept[:, -1] = True  # at least the most likely token
         first = is_kept.int().argmax(-1, keepdim=True)
-        least = torch.maximum(least, rising.gather(-1, first))
+        least = least.maximum(rising.gather(-1, first))
     return least
 
 
