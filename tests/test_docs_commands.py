@@ -77,8 +77,8 @@ ALONE = re.compile(
     r"doctor examples/.+|init run.toml .+|simulate examples/[\w-]+\.toml.*"
 )
 """Commands that need no run, no measurement and no search before them."""
-OTHERS = re.compile(r"…|\b[A-Z]{3,}\b|--against")
-"""Placeholders, and what takes longer; `test_against_command` runs it."""
+OTHERS = re.compile(r"…|\b[A-Z]{3,}\b|--against|--sweep")
+"""Placeholders, and what takes longer; `test_against_command` and `test_sweep` run such commands."""
 
 
 REFUSED = {"profile show qwen2.5-7b --gpu a100 --dtype fp8": "does not compute in fp8"}

@@ -156,7 +156,7 @@ def test_validate_prints_and_writes_a_figure(tmp_path: Path) -> None:
     [
         (
             ["nobody"],
-            "unknown set 'nobody'; the sets are serving, served, served-ranges, training, steps, memory, paper",
+            "unknown set 'nobody'; the sets are serving, served, served-ranges, training, steps, ratios, memory, paper",
         ),
         (["--figure", "fig99"], "--figure 'fig99' must be one of"),
         (["serving", "--figure", "fig6"], "--figure applies only to the paper, not to 'serving'"),

@@ -185,9 +185,12 @@ def test_every_number_of_a_run_file_has_bounds() -> None:
     ]
     of_checks = [
         "LengthsConfig.prompt_tokens",
+        "OptimizerConfig.betas",
         *latencies,
         *rewards,
+        "RolloutConfig.stop_token_ids",
         "WorkloadConfig.group_rewards",
+        "WorkloadConfig.template_arguments",
     ]
     assert sorted(numbers_without_bounds()) == of_checks
 
