@@ -252,9 +252,11 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     }
     training, memory = list(scorecard(sets))[2:]
     cells = [cell.strip() for cell in training.strip("|").split("|")]
-    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[6] == "150%"
+    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[6] == "150% (widest 300%)"
     assert cells[9:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
-    assert memory.startswith("| KV cache of replicas | 0 |") and memory.endswith("10.0% of 1 |")
+    assert memory.startswith(
+        "| KV cache of replicas (most rows are of one report) | 0 |"
+    ) and memory.endswith("10.0% of 1 |")
 
 
 def test_every_set_of_rows_has_its_place_in_the_scorecard() -> None:

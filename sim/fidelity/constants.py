@@ -308,7 +308,7 @@ def page_lines() -> Iterator[str]:
         "",
         f"**{count['verified']} constants rest on two independent sources or more. {count['**unverified**: one source']} rest on one",
         f"source, and {count['**unverified**: assumption']} on an assumption: they are marked as unverified.** The other",
-        f"{count['exact']} are exact: defaults that were read in a program, figures of a datasheet, or arithmetic.",
+        f"{count['exact']} are defaults that were read in a program, figures of a datasheet, arithmetic, or fits to an operator table of one GPU.",
         "",
         "One publication, repository or log is one source, however many rows it has. For a constant that was fitted to published",
         f"steps, a source counts if a change of the constant by {SHIFT - 1:.0%} moves one of its steps by {MOVED:.1%}. Two sources do not make",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from math import sqrt
+from math import hypot, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -111,6 +111,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the signed errors."""
     width: float
     """Median of the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
+    widest: float = 0.0
+    """The largest of them."""
     in_band: float | None = None
     """Share of the published figures that are in the bands of their predictions, of those with a band."""
     half_band: float | None = None
@@ -145,6 +147,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         p90=float(np.quantile(abs(errors), 0.9)),
         bias=float(np.median(errors)),
         width=float(np.median([row.width for row in rows])),
+        widest=max(row.width for row in rows),
         in_band=fmean(in_band) if in_band else None,
         half_band=float(np.median(halves)) if halves else None,
         rows_beside=len(others),
@@ -185,8 +188,11 @@ def in_band_text(found: Summary) -> str:
 
 
 def half_band_text(found: Summary) -> str:
-    """Return half the width of the bands; nothing without bands."""
-    return "" if found.half_band is None else f"±{found.half_band:.0%}"
+    """Return a band of median width, relative to the prediction; nothing without bands."""
+    if found.half_band is None:
+        return ""
+    factor = found.half_band + hypot(found.half_band, 1)  # of half its distance from 1 / factor
+    return f"{1 / factor - 1:+.0%} to {factor - 1:+.0%}"
 
 
 def beside_text(found: Summary) -> str:

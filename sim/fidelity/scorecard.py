@@ -48,7 +48,7 @@ SHORT_TITLES = {
     "training": "training steps",
     "steps": "stages of RL steps",
     "ratios": "ratios of synchronous to asynchronous steps",
-    "memory": "KV cache of replicas",
+    "memory": "KV cache of replicas (most rows are of one report)",
 }
 """Begins of the scorecard's partitions."""
 SILICON = ("Hopper", "Blackwell")
@@ -73,9 +73,9 @@ HOW_TO_READ = (
     "- *bias* is the median of signed errors;",
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
     "  middle. The column shows the median width of the ranges. No such row counts as exact.",
-    "- *in band*: the share of published figures within the band which reports show for the prediction. The bands of whole",
-    "  steps are computed without the row's source. They shall cover 80 %.",
-    "- *band*: median of half the width of these bands. For served points with unknown inputs, the band is the range.",
+    "- *in band*: the share of published figures within a band that was computed without the row's source. It shall be 80 %.",
+    "  Bands in reports use all sources, and are a little narrower. For served points with unknown inputs, the band is the range.",
+    "- *band*: such a band of median width. It is the prediction divided and multiplied by one factor.",
     "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model, or without its",
     "  source. Rows of the same source stay in some fits, so errors on a new source can be larger. The cell has median, p90 and",
     "  number of rows.",
@@ -111,18 +111,18 @@ HOW_BANDS_ARE_MADE = (
 )
 LIMITS = (
     "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
-    "Linear attention and sliding windows: no published step was fitted. Training of gpt-oss and Qwen3-Next is predicted 27 to 33 % "
+    "Linear attention and sliding windows: no published step was fitted. Training of gpt-oss and Qwen3-Next is predicted 20 to 30 % "
     "too fast (rows above). The cause is unknown.",
     "Training of LoRA adapters, and optimizers in host memory or on NVMe: no published row was compared.",
     "KV cache of replicas: 13 of the 18 rows are one report about vLLM, and ten rows were derived from other figures of a log. "
     "Another version of an engine can be off by as much as its own row of fp8 experts, 23 %.",
-    "Narrow formats without measurements are rooflines (int4 products, nvfp4), or as far from them as fp8 (int8, mxfp8). FP8 training "
-    "of mixtures is a roofline too.",
+    "Narrow formats without measurements are rooflines (int4 products, nvfp4), or as far from them as fp8 (int8, mxfp8).",
     "GPUs without tables (AMD, TPU, L4, RTX 4090, A6000) take the seconds of measured GPUs, in proportion to datasheets. Measured GPUs "
     f"whose tables were hidden were off by {STRANGERS.decode.median * 100:.0f} % in median and {STRANGERS.decode.p90 * 100:.0f} % at p90 in decode steps, "
     f"{STRANGERS.training.median * 100:.0f} % and {STRANGERS.training.p90 * 100:.0f} % in training steps (costs.md).",
     "A run file cannot describe critics or reward models of another size than the actor, or rollout engines of mixed degrees.",
-    "Steps without published output lengths are left out. Lengths determine generation, and there is no substitute for them.",
+    "Steps without published output lengths are left out, except those of verl on H20: their mean was inferred from the log-prob "
+    "passes, so all their stages count as fitted.",
     "Prefix caches between steps and disaggregated prefill are not modelled. The acceptance rate of draft tokens is a key, not a "
     "prediction.",
     "Tuning that a source does not state: identical published layouts of one mixture differ by up to 41 %.",
@@ -271,6 +271,7 @@ def _figures(found: Summary) -> str:
     """Return the cells of a summary."""
     errors = f"{found.median:.1%} | {found.p90:.1%} | {found.bias:+.1%}"
     width = f"{found.width:.0%}" if found.width > 0 else ""
+    width += f" (widest {found.widest:.0%})" if found.widest > found.width else ""
     return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {half_band_text(found)}"
 
 
