@@ -11,6 +11,7 @@ import pytest
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import load_run
 from streamrl.runfile.plan_config import TargetName
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.sim.planner.plan import PlannedSide, plan_text
@@ -18,7 +19,10 @@ from streamrl.targets.back_ends import for_target
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.framework_rules import check_framework
 from streamrl.targets.verdicts import TARGETS, Verdict, verdict_of
+from tests.command_line import streamrl
 from tests.runs import small_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 ALONE = {"trainer.tensor_parallel": 1, "rollout.tensor_parallel": 1}
 SHARDED = {**ALONE, "trainer.data_parallel": 4, "trainer.zero": 3}
@@ -116,6 +120,13 @@ def test_a_framework_is_refused_what_its_script_is_refused_for() -> None:
     with pytest.raises(RunError) as verdict:
         check_framework(run, "nemo-rl")
     assert str(verdict.value) == str(script.value)
+
+
+def test_no_framework_is_given_episodes_of_several_turns(tmp_path: Path) -> None:
+    run = load_run(EXAMPLES / "agentic-swe.toml")
+    assert {verdict_of(run, name).key for name in TARGETS if name != "execute"} == {"environment"}
+    done = streamrl("export", EXAMPLES / "agentic-swe.toml", "--framework", "verl")
+    assert done.returncode == 2 and "[environment] cannot be exported" in done.stderr
 
 
 def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:

@@ -27,6 +27,7 @@ from streamrl.export.planned_values import (
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import Framework, Value, load_framework
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
@@ -67,6 +68,13 @@ def check_options(found: Launchable) -> None:
     check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
 
 
+def check_one_turn(environment: EnvironmentConfig | None, framework: str) -> None:
+    """Raise `RunError` if a run has episodes of several turns: the frameworks' settings of environments are not known."""
+    if environment is not None:
+        text = f"the settings of environments in {framework} are not known, so [environment] cannot be exported"
+        raise RunError("environment", None, text=text)
+
+
 def find_arguments(run: Run, name: ExportName) -> Launchable:
     """Return the options that a plan sets, in the order of the framework's table.
 
@@ -75,6 +83,7 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
             number for an option.
     """
     framework, table = load_framework(name), load_options(name)
+    check_one_turn(run.environment, framework.name)
     layout = layout_of(framework, run.trainer)
     check_stages(load_model(run.model), run.trainer)
     values, facts = planned_values(run), planned_facts(run, layout)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from streamrl.engine.presets import choose_system
-from streamrl.export.launch_file import check_options, find_arguments
+from streamrl.export.launch_file import check_one_turn, check_options, find_arguments
 from streamrl.export.layout_rules import check_replica_degrees, layout_of
 from streamrl.export.option_table import ExportName
 from streamrl.runfile.config import Run
@@ -22,6 +22,7 @@ def check_framework(run: Run, name: FrameworkName) -> None:
     The error names the first key whose value the framework does not have.
     """
     framework = load_framework(name)
+    check_one_turn(run.environment, framework.name)
     _check_policies(run.policies, framework)
     _check("sync.mode", run.sync.mode, framework.sync_modes(run.costs.engine), name)
     if run.rollout.others and not framework.mixes_replicas:
