@@ -46,7 +46,7 @@ def test_deltas_cross_a_slow_link(tmp_path: Path) -> None:
         profile = bench.profile("full", "0", is_quick=True)
         measured = read_measured(profile.path)
         assert measured.handling is not None and measured.handling_over_ray is not None
-        assert measured.handling.seconds < measured.handling_over_ray.seconds
+        assert sum(measured.handling.seconds) < sum(measured.handling_over_ray.seconds)
         run = bench.execute("delta", "stream-async", "run")
     figure = bench_wan.compare(run, pooled([profile], [], run.work_time), run.work_time)
     first, *others = figure.pushes
