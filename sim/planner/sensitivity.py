@@ -644,7 +644,7 @@ def _checked(
     pool: Executor,
     watch: Callable[[], None],
 ) -> list[_Pair]:
-    """Replace effects that may be chance by none: those in the wrong direction, and small ones without a known direction.
+    """Replace effects that may be chance: those in the wrong direction by none, small ones without a known direction by longer ones.
 
     Small ones in the wrong direction are chance; the others are simulated for longer.
     """
@@ -701,7 +701,7 @@ def _is_contrary(shift: Shift, search: Search, ratio: float) -> bool:
 def _simulate_longer(
     looks: Sequence[_Look], search: Search, pool: Executor, watch: Callable[[], None]
 ) -> list[Effect]:
-    """Return the ratios of the chosen plan over more steps, or those of no effect if it may be chance."""
+    """Return the ratios of the chosen plan over more steps; none for an effect in the wrong direction that may be chance."""
     if not looks:
         return []
     run, own = search.space.run, search.space.candidate(looks[0].chosen_index)
@@ -716,7 +716,8 @@ def _simulate_longer(
         after, ratios = speeds.get(place), SAME
         if isinstance(before, Speed) and isinstance(after, Speed):
             ratios = _ratios(look, search, before, after, look.chosen or own)
-            if not is_beyond_chance(after, before, ratios.value):
+            is_odd = _is_contrary(look.shift, search, ratios.value)
+            if is_odd and not is_beyond_chance(after, before, ratios.value):
                 ratios = _without_effect_of(look.shift, ratios)
         found.append(ratios)
     return found
