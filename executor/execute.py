@@ -30,11 +30,12 @@ from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.directory_lock import readable_by
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
-from streamrl.executor.run_guard import RunGuard, dollars_per_second
+from streamrl.executor.run_guard import RunGuard
 from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.profiles import load_model
+from streamrl.record.charges import PaidGpus
 from streamrl.record.chrome_trace import ChromeReader
 from streamrl.record.decode_efficiency import FullBatches, measured_yield
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
@@ -175,11 +176,8 @@ def check_executable(run: Run) -> None:
             f"model.path is missing: model.name={run.model.name!r} has no weights here "
             "(--set model.path=DIRECTORY)"
         )
-    cluster = price_local_cores_at_zero(run.cluster)
-    dollars = dollars_per_second(
-        run.rollout, run.trainers, cluster.pools, shares_gpus=run.policies.shares_gpus
-    )
-    if run.execute.budget is not None and not dollars:
+    priced = replace(run, cluster=price_local_cores_at_zero(run.cluster))
+    if run.execute.budget is not None and not PaidGpus.of(priced).dollars_per_second:
         raise ValueError(
             f"execute.budget is {run.execute.budget:g}, but the pools of this run cost nothing; "
             "set cluster.pools.NAME.price, or execute.deadline instead"
@@ -281,9 +279,7 @@ async def _execute(
     from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 
     path = Path(run.execute.output)
-    dollars = dollars_per_second(
-        run.rollout, run.trainers, run.cluster.pools, shares_gpus=run.policies.shares_gpus
-    )
+    dollars = PaidGpus.of(run).dollars_per_second
     guard = RunGuard(run.execute, run.algorithm.steps, dollars, planned_step_time)
 
     def take_both(line: Mapping[str, object]) -> None:

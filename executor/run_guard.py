@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from streamrl.hardware.profiles import price_of
-from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.formatting import format_dollars, format_duration
-from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,26 +20,6 @@ FEW_STEPS = 5
 """Steps after which the end is projected, and steps in a row without a signal after which the run says so."""
 CLOSE_TIME = 8.0
 """Seconds that processes take to end after `execute.grace`; see `LAST_TIME` in `execute.py`."""
-SECONDS_PER_HOUR = 3600.0
-
-
-def dollars_per_second(
-    rollout: RolloutConfig,
-    trainers: Sequence[TrainerConfig],
-    pools: Mapping[str, PoolConfig],
-    *,
-    shares_gpus: bool,
-) -> float:
-    """Return what the GPUs of replicas and trainers cost; those that the primary trainer shares count once."""
-    used: Counter[str] = Counter()
-    for kind in rollout.kinds:
-        used[kind.pool] += kind.num_gpus
-    leader, *others = trainers
-    own = leader.num_gpus
-    used[leader.pool] = max(used[leader.pool], own) if shares_gpus else used[leader.pool] + own
-    for other in others:
-        used[other.pool] += other.num_gpus
-    return sum(count * price_of(pools[pool]) for pool, count in used.items()) / SECONDS_PER_HOUR
 
 
 class RunGuard:

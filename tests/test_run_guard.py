@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.run_guard import FEW_STEPS, LearningWatch, RunGuard, dollars_per_second
+from streamrl.executor.run_guard import FEW_STEPS, LearningWatch, RunGuard
+from streamrl.record.charges import PaidGpus
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.units import Duration
 from tests.runs import small_run
@@ -44,9 +45,7 @@ def test_gpus_that_both_sides_share_are_paid_once() -> None:
     prices = {"cluster.pools.far.price": 3600.0, "cluster.pools.near.price": 7200.0}
     apart, shared = small_run(prices), small_run({**prices, "policies.system": "colocated"})
     for run, dollars in ((apart, 2 * 1.0 + 4 * 2.0), (shared, 4 * 1.0)):
-        pools, shares_gpus = run.cluster.pools, run.policies.shares_gpus
-        own = dollars_per_second(run.rollout, run.trainers, pools, shares_gpus=shares_gpus)
-        assert own == dollars
+        assert PaidGpus.of(run).dollars_per_second == dollars
 
 
 def test_the_end_is_projected_after_a_few_steps(caplog: pytest.LogCaptureFixture) -> None:
