@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,17 @@ def with_variables(value: Any, key: str = "") -> Any:
     Raises:
         RunError: a variable is not set.
     """
+    return _with_texts(value, expanded, key)
+
+
+def _with_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Return a table, list or value with each of its texts changed, given the text and its key."""
     if isinstance(value, dict):
-        return {name: with_variables(each, join_key(key, name)) for name, each in value.items()}
+        inner = ((name, each, join_key(key, name)) for name, each in value.items())
+        return {name: _with_texts(each, change, path) for name, each, path in inner}
     if isinstance(value, list):
-        return [with_variables(each, join_key(key, at)) for at, each in enumerate(value)]
-    return expanded(value, key) if isinstance(value, str) else value
+        return [_with_texts(each, change, join_key(key, at)) for at, each in enumerate(value)]
+    return change(value, key) if isinstance(value, str) else value
 
 
 def expanded(text: str, key: str) -> str:
@@ -150,11 +156,7 @@ def expanded(text: str, key: str) -> str:
 
 def restored(value: Any) -> Any:
     """Return what a record has, with the variables that are set here; others stay as they are written."""
-    if isinstance(value, dict):
-        return {name: restored(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [restored(each) for each in value]
-    return _expanded(value) if isinstance(value, str) else value
+    return _with_texts(value, lambda text, _: _expanded(text))
 
 
 def _expanded(text: str) -> str:
@@ -171,8 +173,4 @@ def has_secrets() -> bool:
 
 def without_secrets(value: Any) -> Any:
     """Return a table, list or value in which texts with secrets are as their files write them."""
-    if isinstance(value, dict):
-        return {name: without_secrets(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(each) for each in value]
-    return _as_written.get(value, value) if isinstance(value, str) else value
+    return _with_texts(value, lambda text, _: _as_written.get(text, text))
