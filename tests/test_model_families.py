@@ -20,7 +20,7 @@ from streamrl.report.model_report import layer_kinds
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.kernels import Kernels
-from tests.test_public_models import PROMPT, SLOWEST, layer_of
+from tests.test_public_models import check_seconds_of_flops
 
 ROWS: dict[str, dict[str, Any]] = {
     row["model"]: row
@@ -122,15 +122,7 @@ def test_a_checkpoint_in_several_formats_names_them(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_a_prompt_takes_as_long_as_its_flops(name: str, tmp_path: Path) -> None:
-    shape = read(name, tmp_path).shape
-    kernels, peak = Kernels("h200", "bfloat16"), load_gpu("h200").flops["bfloat16"]
-    least = shape.forward_flops(PROMPT, PROMPT**2 / 2) / peak
-    shard = Shard(shape, kernels)
-    prefill = shard.products(np.array([PROMPT])) + shard.prefill_attention(1, np.array([PROMPT]))
-    assert least < float(prefill.seconds[0]) < SLOWEST * least
-    head = 2 * shape.num_embedding_parameters * PROMPT / peak
-    seconds = layer_of(shape).forward().time(np.array([PROMPT]), np.array([PROMPT**2 / 2]))
-    assert least - head < float(seconds[0]) * shape.num_layers < SLOWEST * least
+    check_seconds_of_flops(read(name, tmp_path).shape)
 
 
 def test_a_step_takes_longer_with_layers_that_attend_to_all_tokens(tmp_path: Path) -> None:
