@@ -69,6 +69,8 @@ from streamrl.workload.workload import SimulatedWorkload
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "reliability.md"
+END = "<!-- end of faults -->"
+"""Mark of the page after the results; the text below it is kept."""
 SEEDS = 5
 MOST_SECONDS = 420.0  # time limit of one command; a run that takes longer counts as hung
 APART = 4
@@ -126,7 +128,8 @@ def main() -> None:
     cells = sorted(matrix.cells.values(), key=lambda cell: cell.key)
     for cell in cells:
         print(json.dumps(asdict(cell)))
-    arguments.page.write_text("\n".join(page(cells)) + "\n")
+    kept = arguments.page.read_text().partition(END)[2] if arguments.page.exists() else "\n"
+    arguments.page.write_text("\n".join([*page(cells), "", END]) + kept)
     bad = [cell for cell in cells if not is_sound(cell)]
     print(json.dumps({"name": "faults.runs", "value": len(cells), "unit": "runs"}))
     print(json.dumps({"name": "faults.unsound", "value": len(bad), "unit": "runs"}))
