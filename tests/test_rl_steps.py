@@ -138,9 +138,9 @@ def test_every_published_step_is_a_run_file_and_states_its_source() -> None:
 @pytest.mark.parametrize(
     ("name", "partition"),
     [
-        ("NeMo-RL 0.5: Qwen3-32B on 32 H100, on policy", "h100, dense, in turns"),
-        ("NeMo-RL 0.5: Qwen3-32B on 64 H100, 1 step off", "h100, dense, overlapping"),
-        ("NeMo-RL 0.6: DeepSeek-V3 on 128 GB200, on policy", "gb200, mixture, in turns"),
+        ("NeMo-RL 0.5: Qwen3-32B on 32 H100, on policy", "h100, dense, synchronous"),
+        ("NeMo-RL 0.5: Qwen3-32B on 64 H100, 1 step off", "h100, dense, asynchronous"),
+        ("NeMo-RL 0.6: DeepSeek-V3 on 128 GB200, on policy", "gb200, MoE, synchronous"),
     ],
 )
 def test_errors_are_summarised_by_gpu_kind_of_model_and_timing(name: str, partition: str) -> None:

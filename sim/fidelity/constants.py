@@ -53,7 +53,9 @@ SHIFT, MOVED = 1.2, 0.005
 ROWS_OF_SOURCE = 8
 """Most rows of one source that are tried, spread over its table."""
 UNITS = ("s", "ms", "us", "ns", "GB/s", "MB/s", "TB/s", "GiB", "MiB", "GB")
-Kind = Literal["fitted", "published", "code", "datasheet", "derived", "assumption", "numerics"]
+Kind = Literal[
+    "fitted", "published", "code", "datasheet", "derived", "table", "assumption", "numerics"
+]
 
 
 class ProfileConstant(ProfileTable, frozen=True, kw_only=True):
@@ -104,6 +106,8 @@ class Constant(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the constant is verified: by two independent sources, or because it is exact."""
         if self.kind in ("code", "datasheet", "derived"):
             return "exact"
+        if self.kind == "table":
+            return ONE_TABLE
         if self.kind == "assumption" or not self.sources:
             return "**unverified**: assumption"
         return "verified" if len(self.sources) > 1 else "**unverified**: one source"
@@ -308,7 +312,8 @@ def page_lines() -> Iterator[str]:
         "",
         f"**{count['verified']} constants rest on two independent sources or more. {count['**unverified**: one source']} rest on one",
         f"source, and {count['**unverified**: assumption']} on an assumption: they are marked as unverified.** The other",
-        f"{count['exact']} are defaults that were read in a program, figures of a datasheet, arithmetic, or fits to an operator table of one GPU.",
+        f"{count['exact']} are defaults that were read in a program, figures of a datasheet, or arithmetic. {count[ONE_TABLE]} are fits to an",
+        "operator table of one GPU. The limit of such a rate may exceed the peak of the datasheet: no product is large enough to reach it.",
         "",
         "One publication, repository or log is one source, however many rows it has. For a constant that was fitted to published",
         f"steps, a source counts if a change of the constant by {SHIFT - 1:.0%} moves one of its steps by {MOVED:.1%}. Two sources do not make",
@@ -331,12 +336,15 @@ def page_lines() -> Iterator[str]:
             yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
+ONE_TABLE = "fitted to one table"
+"""The standing of rates that were fitted to an operator table of one GPU."""
 KINDS: dict[Kind, str] = {
     "fitted": "none",
     "published": "none",
     "code": "read in the program",
     "datasheet": "datasheet",
     "derived": "arithmetic",
+    "table": "operator table",
     "assumption": "none",
 }
 """The cell of a constant without sources."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean
+
 import msgspec
 
 
@@ -23,6 +26,16 @@ class FigureCell(msgspec.Struct, frozen=True, kw_only=True):
         return self.difference / abs(self.paper) if self.paper else self.difference
 
 
+def mean_error(cells: Sequence[FigureCell]) -> float:
+    """Return the mean of the absolute relative errors."""
+    return fmean(abs(cell.error) for cell in cells)
+
+
+def largest_difference(cells: Sequence[FigureCell]) -> float:
+    """Return the largest absolute difference from the paper."""
+    return max(abs(cell.difference) for cell in cells)
+
+
 class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
     """One figure or table of the paper."""
 
@@ -33,13 +46,15 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """The accuracy that it must reach."""
     is_met: bool
+    found: str
+    """What was found of the quantity that the target is about."""
     notes: list[str] = []
     """Our readings, and the reasons of misses."""
 
     @property
     def mape(self) -> float:
         """Return the mean of the absolute relative errors."""
-        return sum(abs(cell.error) for cell in self.cells) / len(self.cells)
+        return mean_error(self.cells)
 
     @property
     def max_error(self) -> float:

@@ -70,8 +70,14 @@ class PhaseSeconds(NamedTuple):
     """Time from version to version."""
 
 
-def phase_seconds(trace: Trace) -> PhaseSeconds:
-    """Return the stage times of a run whose generation and training do not overlap."""
+def phase_seconds(trace: Trace, besides: float = 0.0) -> PhaseSeconds:
+    """Return the stage times of a run whose generation and training do not overlap.
+
+    Args:
+        trace: the run.
+        besides: seconds of the framework's own work that a step has beside its stages. The simulation takes them with
+            the optimizer step; published stages do not have them.
+    """
     began: dict[int, float] = {}
     ended: dict[int, float] = {}
     scored: defaultdict[int, float] = defaultdict(float)
@@ -91,7 +97,7 @@ def phase_seconds(trace: Trace) -> PhaseSeconds:
             case Trained():
                 trained[len(stepped) + 1] += time - work_at
             case Stepped(version):
-                trained[version] += time - work_at
+                trained[version] += time - work_at - besides
                 stepped[version] = time
             case WeightsLoaded(_, version) if version in pushed:
                 refit[version] = time - pushed[version]
@@ -116,8 +122,8 @@ def phase_seconds(trace: Trace) -> PhaseSeconds:
     )
 
 
-IN_TURNS = 3
-"""Simulated steps if generation and training take turns."""
+SYNCHRONOUS = 3
+"""Simulated steps if generation and training do not overlap."""
 SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
 """Tokens that no output reaches, and the number of prompts for a mean length."""
 LENGTHS = "r1-distill-aime"
@@ -125,7 +131,7 @@ LENGTHS = "r1-distill-aime"
 generation, and changes other stages only slightly.
 """
 ASSUMED: dict[str, Any] = {
-    "algorithm": {"steps": IN_TURNS},
+    "algorithm": {"steps": SYNCHRONOUS},
     "workload": {"lengths": {"kind": "histogram", "source": LENGTHS, "prompt_tokens": 150}},
 }
 MOST_RECOMPUTED = {"trainer.recompute": "full"}
@@ -152,11 +158,11 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partition(self) -> str:
-        """The GPU, the kind of model, and whether generation and training take turns: "h100, dense, in turns"."""
+        """The GPU, the kind of model, and whether generation and training overlap: "h100, dense, synchronous"."""
         run = make_run(self.table)
         gpu = run.cluster.pools[run.rollout.pool].gpu
-        kind = "dense" if load_model(run.model).experts is None else "mixture"
-        return f"{gpu}, {kind}, {'overlapping' if self.most_ahead else 'in turns'}"
+        kind = "dense" if load_model(run.model).experts is None else "MoE"
+        return f"{gpu}, {kind}, {'asynchronous' if self.most_ahead else 'synchronous'}"
 
     @property
     def most_ahead(self) -> int:
@@ -272,13 +278,16 @@ def with_keys(step: Published, keys: Mapping[str, Any]) -> Published:
 def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
     """Return the seconds of the published stages for one combination of inputs; None if our memory model refuses it."""
     ahead = step.most_ahead
-    steps = START + 3 + 4 * ahead if ahead else IN_TURNS
+    steps = START + 3 + 4 * ahead if ahead else SYNCHRONOUS
     run = _run(step.table, {**choice, "algorithm.steps": steps})
     try:
         trace = simulate(run)
     except RunError:
         return None
-    seconds = {"step": step_seconds(trace, ahead)} if ahead else phase_seconds(trace)._asdict()
+    if ahead:
+        seconds = {"step": step_seconds(trace, ahead)}
+    else:
+        seconds = phase_seconds(trace, Costs.load(run).training.overhead_time)._asdict()
     return Simulated(seconds, steady_basis(trace))
 
 

@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import get_args
 
 import numpy as np
 
 from streamrl.hardware.efficiency import scaled_errors
+from streamrl.hardware.step_errors import StepErrors
+from streamrl.record.band import model_error_of
 from streamrl.sim.fidelity.bands import COVERAGE, derive, residuals_of
 from streamrl.sim.fidelity.published_rows import (
     Evidence,
@@ -23,6 +26,7 @@ from streamrl.sim.fidelity.published_rows import (
     grouped,
     half_band_text,
     in_band_text,
+    middle,
     publisher,
     range_text,
     summarise,
@@ -53,6 +57,8 @@ SHORT_TITLES = {
 """Begins of the scorecard's partitions."""
 SILICON = ("Hopper", "Blackwell")
 """Partitions of served points that the scorecard shows apart."""
+WIDE = 0.5
+"""A stage whose range is wider than this depends on the distribution of lengths, which its source does not state."""
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 """Marks of a page around the scorecard, which `streamrl validate --output docs` writes."""
 NOTES = {
@@ -74,7 +80,7 @@ HOW_TO_READ = (
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
     "  middle. The column shows the median width of the ranges. No such row counts as exact.",
     "- *in band*: the share of published figures within a band that was computed without the row's source. It shall be 80 %.",
-    "  Bands in reports use all sources, and are a little narrower. For served points with unknown inputs, the band is the range.",
+    "  For served points with unknown inputs, the band is the range.",
     "- *band*: such a band of median width. It is the prediction divided and multiplied by one factor.",
     "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model, or without its",
     "  source. Rows of the same source stay in some fits, so errors on a new source can be larger. The cell has median, p90 and",
@@ -92,7 +98,7 @@ HOW_BANDS_ARE_MADE = (
     "4. The spreads of stages are combined with the share of each stage in the step, and with their measured correlation. If",
     "   generation and training overlap, the longer side sets the step. Either may be the longer one (Clark 1961).",
     "5. Residuals of whole steps, relative to that, have a factor that 80 % stay below. This is split conformal prediction. There",
-    "   is a factor for dense models and mixtures, and in each for GPU generations. A partition with few rows is pulled towards the",
+    "   is a factor for dense and MoE models, and in each for GPU generations. A partition with few rows is pulled towards the",
     "   larger one.",
     "6. The band of each published step is computed without its source. One factor scales all bands, so that 80 % of these steps",
     "   are in them (the idea of the jackknife+, Barber et al. 2021).",
@@ -125,9 +131,10 @@ LIMITS = (
     "passes, so all their stages count as fitted.",
     "Prefix caches between steps and disaggregated prefill are not modelled. The acceptance rate of draft tokens is a key, not a "
     "prediction.",
-    "Tuning that a source does not state: identical published layouts of one mixture differ by up to 41 %.",
+    "Tuning that a source does not state: identical published layouts of one MoE model differ by up to 41 %.",
 )
 """Cases that have no prediction, or an uncertain one."""
+BY_SOURCE = "Bands of whole steps by source: computed without the source, and as reports show them, from all sources."
 SHOWN = (
     ("serving", "Llama-3.1-8B, h100 TP1, batch 255"),
     ("serving", "Qwen3-8B, h100 TP1, batch 255"),
@@ -211,10 +218,14 @@ def partition_of(name: str, row: Row) -> str:
         kinds = [kind for kind in SILICON if kind in row.partitions]
         return f"{SHORT_TITLES[name]}{''.join(f', {kind}' for kind in kinds)}"
     kind, silicon, _ = row.basis.partition
-    models = "dense models" if kind == "dense" else "mixtures"
+    models = "dense models" if kind == "dense" else "MoE models"
     if row.stage == "step":
-        return f"whole RL steps: {models} on {silicon.title()}"
-    return f"{SHORT_TITLES[name]}: {models if name == 'training' else row.stage}"
+        timing = "asynchronous" if row.group.endswith("asynchronous") else "synchronous"
+        return f"whole RL steps: {models} on {silicon.title()}, {timing}"
+    if name == "training":
+        return f"{SHORT_TITLES[name]}: {models}"
+    unknown = ", unknown lengths" if row.width > WIDE else ""
+    return f"{SHORT_TITLES[name]}: {row.stage}{unknown}"
 
 
 def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
@@ -227,7 +238,9 @@ def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page must have the lines {BEGIN} and {END}")
-    return "\n".join([before + begin, *scorecard(sets), end + after])
+    rows, banded = _banded(sets)
+    bands = ("", BY_SOURCE, "", *_coverage(rows, banded)) if banded else ()
+    return "\n".join([before + begin, *scorecard(sets), *bands, "", end + after])
 
 
 def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
@@ -235,10 +248,15 @@ def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     if not sets:
         return
     yield from ("", *scorecard(sets), "", *HOW_TO_READ)
-    rows = [row for name in ("training", "steps") for row in sets.get(name, ())]
-    banded = [row for row in rows if row.stage == "step" and row.band is not None]
+    rows, banded = _banded(sets)
     if banded:
         yield from ("", "## Bands: the one error of a step", "", *_bands(rows, banded))
+
+
+def _banded(sets: Mapping[str, Sequence[Row]]) -> tuple[list[Row], list[Row]]:
+    """Return the rows that errors of steps come from, and the whole steps with a band."""
+    rows = [row for name in ("training", "steps") for row in sets.get(name, ())]
+    return rows, [row for row in rows if row.stage == "step" and row.band is not None]
 
 
 def _bands(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
@@ -247,7 +265,7 @@ def _bands(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
     errors = derive(residuals_of(rows))
     yield from (
         "",
-        "| stage | rows | sources | 80 % of errors are below | pooled: dense models | mixtures |",
+        "| stage | rows | sources | 80 % of errors are below | pooled: dense models | MoE models |",
         "|---|---|---|---|---|---|",
     )
     for stage, of in errors.stages.items():
@@ -256,15 +274,31 @@ def _bands(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
         yield f"| {stage} | {of.rows} | {of.sources} | {' | '.join(f'{cell:.0%}' for cell in cells)} |"
     told = ", ".join(f"{pair} {value:.2f}" for pair, value in errors.correlation.items())
     yield from ("", f"Measured correlation of the errors of two stages of a step: {told}.")
-    yield from ("", "| left-out source | steps | in band | band | 80 % of errors are below |")
-    yield "|---|---|---|---|---|"
+    yield from ("", *_coverage(rows, banded))
+
+
+def _coverage(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
+    """Yield how many published steps are in bands without their source, and in the bands that reports show."""
+    errors = derive(residuals_of(rows))
+    yield "| source | steps | in band without it | that band | in the band of reports | 80 % of errors are below |"
+    yield "|---|---|---|---|---|---|"
     by_source: dict[str, list[Row]] = {}
     for row in banded:
         by_source.setdefault(row.source, []).append(row)
     for source, some in (*by_source.items(), ("all", list(banded))):
         found = summarise(some)
         most = float(np.quantile([abs(row.error) for row in some], COVERAGE))
-        yield f"| {source} | {found.rows} | {in_band_text(found)} | {half_band_text(found)} | {most:.0%} |"
+        shown = fmean(_is_in_reported(row, errors) for row in some)
+        bands = f"{in_band_text(found)} | {half_band_text(found)} | {shown:.0%}"
+        yield f"| {source} | {found.rows} | {bands} | {most:.0%} |"
+
+
+def _is_in_reported(row: Row, errors: StepErrors) -> bool:
+    """Return whether a published step is in the band of a report, which rests on all sources."""
+    assert row.basis is not None, "a step has a basis"
+    published = middle(row.published)
+    factor = model_error_of(row.basis, errors=errors).high
+    return row.best / factor <= published <= row.best * factor
 
 
 def _figures(found: Summary) -> str:
