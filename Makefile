@@ -15,7 +15,7 @@
 #   make test-wheel      the wheel, installed beside PyPI's `executor`
 #   make fuzz            damaged and random inputs, new ones each time; FUZZ_EXAMPLES=N a test (default 1,000)
 #   make mutants         small faults in the code, one at a time: does a test catch each?
-#   make gate            errors of predictions by partition against docs/fidelity-partitions.csv; none may rise
+#   make gate            errors of predictions by partition against docs/fidelity-partitions.csv, none may rise; ratios; the paper
 #   make lint            style, types and plain English
 #   make lock            write requirements.lock from the newest versions
 # Reliability:
@@ -112,6 +112,7 @@ test: $(READY)
 
 gate: $(READY)
 	$(BIN)/streamrl validate --against docs/fidelity-partitions.csv > /dev/null
+	$(BIN)/python -m pytest -m gate tests/test_fidelity.py tests/test_ratios.py
 
 test-oldest: $(READY)
 	mkdir -p build

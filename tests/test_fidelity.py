@@ -175,6 +175,7 @@ SEEDS_DECIDE = ("Figure 8 verl", "Figure 8 ratios")
 """Figures whose mean or median lies within a point of what it must reach."""
 
 
+@pytest.mark.gate
 def test_the_papers_evaluation_is_met_as_far_as_its_page_says(one_seed: None) -> None:
     done = RUNNER.invoke(app, ["validate", "paper", "--json"])
     assert done.exit_code == 0, done.output
@@ -185,12 +186,12 @@ def test_the_papers_evaluation_is_met_as_far_as_its_page_says(one_seed: None) ->
         if name not in SEEDS_DECIDE:
             assert found[name]["is_met"] == (mark == "met"), name
         if name == "Figure 8":
-            shown = float(line.split("|")[3].strip().removesuffix("%")) / 100
+            shown = float(line.split("|")[4].strip().removesuffix("%")) / 100
             assert found[name]["mape"] == pytest.approx(shown, abs=0.02)
 
 
 def page_rows() -> list[str]:
     """Return the rows of the paper's first table in docs/fidelity.md, without the leading bar."""
     page = (Path(__file__).parents[1] / "docs" / "fidelity.md").read_text()
-    table = page.split("## The paper")[1].split("|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    table = page.split("## The paper")[1].split("|---|---|---|---|---|---|\n")[1].split("\n\n")[0]
     return [line.removeprefix("| ") for line in table.splitlines()]
