@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
+import stat
+import struct
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -56,3 +61,65 @@ def die_with_parent() -> None:
     """Let the kernel kill this process when its parent dies; does nothing except on Linux."""
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+SO_ATTACH_FILTER = 26
+"""Option of a socket (asm-generic/socket.h): drop the packets that a program of classic BPF does not accept."""
+DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""The program "return 0" (linux/filter.h)."""
+
+
+def refuse_connections(descriptor: int) -> None:
+    """Let the kernel drop all packets for a listening socket; its earlier connections stay as they are.
+
+    gloo keeps listening sockets that it no longer needs, and aborts the process if others connect until no file
+    descriptor is free. Only Linux has such filters.
+    """
+    if sys.platform != "linux":
+        return
+    program = ctypes.create_string_buffer(DROP_ALL)
+    filter = struct.pack("HP", 1, ctypes.addressof(program))
+    with socket.socket(fileno=os.dup(descriptor)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter)
+
+
+@contextlib.contextmanager
+def closed_afterwards(keep_port: int | None = None) -> Iterator[None]:
+    """Refuse connections to the TCP sockets that began to listen in this context, except to `keep_port`, once it ends.
+
+    Contexts of several threads end together, because their groups may wait for each other.
+    """
+    with _CONTEXTS:
+        if not _OPEN:
+            _EARLIER.update(listening_sockets())
+        _OPEN.append(keep_port)
+    try:
+        yield
+    finally:
+        with _CONTEXTS:
+            _OPEN.remove(keep_port)
+            if not _OPEN:
+                for descriptor, port in listening_sockets().items():
+                    if descriptor not in _EARLIER and port != keep_port:
+                        refuse_connections(descriptor)
+                _EARLIER.clear()
+
+
+_CONTEXTS = threading.Lock()
+_OPEN: list[int | None] = []
+_EARLIER: dict[int, int] = {}
+"""Sockets that listened before the first of the open contexts."""
+
+
+def listening_sockets() -> dict[int, int]:
+    """Return the TCP sockets on which this process listens: the port of each descriptor. Empty except on Linux."""
+    found = {}
+    for path in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
+        number = int(path.name)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as each:
+                    is_tcp = each.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[number] = int(each.getsockname()[1])
+    return found

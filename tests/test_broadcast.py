@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamrl.executor.libc import listening_sockets
 from streamrl.executor.transfer import broadcast as circle
 from tests.test_relayed_transfer import FAR, OTHER, SIZE, Bench, run
 
@@ -142,3 +144,23 @@ def test_a_meeting_is_on_the_network_that_was_said_and_no_other(
     monkeypatch.setenv(circle.INTERFACE, "no-such-network")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=no-such-network"):
         circle.Rendezvous()
+
+
+def test_after_a_meeting_nobody_else_may_connect_and_its_members_go_on() -> None:
+    before = listening_sockets()
+
+    def refused() -> int:
+        """Return the number of ports that were opened, after a look at each: nobody answers there."""
+        ports = {port for each, port in listening_sockets().items() if each not in before}
+        for port in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=0.05)
+        return len(ports)
+
+    async def go(bench: Bench) -> None:
+        for version in (1, 2):
+            await bench.push(version)
+            await bench.check(version)
+            assert refused() >= 3, "gloo's listeners, and that of the store"
+
+    run(go, Bench(wire="gloo"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,8 @@ from streamrl.engine.state import State
 from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
 from streamrl.executor.prompts import PromptWorkload
+from streamrl.executor.subscribers import listener
+from streamrl.executor.subscribers.listener import MOST_OF_ADDRESS
 from streamrl.executor.subscribers.stream import (
     DROPPED,
     MANY_BYTES,
@@ -112,7 +117,8 @@ def test_who_has_no_token_is_told_nothing_and_who_is_not_the_owner_cannot_read_i
             request = f"{method} {path} HTTP/1.1\r\n{fields}\r\n".encode("latin-1")
             assert status.encode() in await answer(address.port, request), (method, path, fields)
         await answer(address.port, b"\x80" * 100_000)
-        assert [s.getsockname()[0] for s in stream._server.sockets] == [HOST]  # type: ignore[union-attr]
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.2", address.port)  # loopback, another address
         await stream.close()
 
     asyncio.run(asyncio.wait_for(go(), timeout=30))
@@ -149,6 +155,92 @@ def test_who_reads_too_slowly_loses_its_oldest_events_is_told_how_many_and_delay
         writer.close()
 
     asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
+CROWD = """
+import socket, sys, time
+kept = []
+for number in range(400):
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.connect_ex(("127.0.0.1", int(sys.argv[1])))
+    kept.append(connection)
+    if number == 200:
+        print("here", flush=True)
+    time.sleep(0.002)
+    if number % 4 == 1:
+        connection.send(b"GET /")
+    elif number % 4 == 2:
+        connection.send(b"\\x16\\x03\\x01\\x02" + b"x" * 30_000)
+    elif number % 4 == 3:
+        connection.close()
+sys.stdin.read()
+"""
+"""Makes many connections without the token: idle, slow, too long and gone."""
+
+
+def _num_open() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_a_crowd_without_the_token_takes_few_descriptors_and_no_readers_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def go() -> None:
+        stream = stream_in(tmp_path, port=0)
+        await stream.start()
+        port = msgspec.json.decode((tmp_path / STREAM).read_bytes(), type=StreamAddress).port
+        num_open = _num_open()
+        crowd = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CROWD, str(port)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert crowd.stdout is not None
+        await crowd.stdout.readline()
+        reading = asyncio.create_task(anext(read_stream(tmp_path, "rollouts")))
+        while not stream._readers:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert _num_open() < num_open + MOST_OF_ADDRESS + 10
+        stream.publish(0, BufferedRollout((0,), 0), "text", "p")
+        assert (await reading)["rollout"] == 0
+        await stream.close()
+        await crowd.communicate(b"")
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+    (line,) = caplog.messages
+    assert "connections that made no valid request" in line
+
+
+def test_an_error_of_accept_ends_no_run_and_later_readers_are_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "PAUSE_AFTER_ERROR", 0.01)
+
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+        accept, errors = loop.sock_accept, [errno.ECONNABORTED, errno.EMFILE, errno.ENOBUFS]
+
+        async def fail(listening: Any) -> Any:
+            if errors:
+                raise OSError(errors.pop(), "no")
+            return await accept(listening)
+
+        monkeypatch.setattr(loop, "sock_accept", fail)
+        stream = stream_in(tmp_path, port=0)
+        await stream.start()
+        port = msgspec.json.decode((tmp_path / STREAM).read_bytes(), type=StreamAddress).port
+        assert b"401" in await answer(port, b"GET / HTTP/1.1\r\n\r\n") and not errors
+        monkeypatch.setattr(listener, "RESERVE", 10**6)
+        await stream.close()
+        await stream.start()
+        port = msgspec.json.decode((tmp_path / STREAM).read_bytes(), type=StreamAddress).port
+        assert not await answer(port, b"GET / HTTP/1.1\r\n\r\n")  # no descriptor is free
+        await stream.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+    assert "3 more could not be accepted" in caplog.messages[0] and len(caplog.messages) == 2
 
 
 def test_where_no_run_streams_a_reader_is_told_so(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ import msgspec
 
 from streamrl.engine.messages import Event
 from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
+from streamrl.executor.subscribers.listener import Listener, Serve
 from streamrl.executor.subscribers.stream_client import HOST, STREAM, StreamAddress
 from streamrl.executor.subscribers.token_stream import TokenStream
 from streamrl.runfile.config import ExecuteConfig
@@ -47,8 +48,6 @@ DROP_TIME = 2.0
 MOST_READERS = 16
 MOST_ASKED = 16_384
 """Maximum size of a request's head, in bytes."""
-PATIENCE = 10.0
-"""Seconds in which a request must arrive."""
 END_TIME = 2.0
 """Seconds that readers have at the end of the run to read their queued events."""
 KINDS = {"/rollouts": "rollout", "/groups": "group"}
@@ -148,7 +147,7 @@ class GroupStream:
             buffer, self._group_size, every, self._tell_tokens, self._drop_readers_of_tokens
         )
         self._telling: asyncio.Task[None] | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._token = secrets.token_urlsafe(32)
         self._readers: dict[Reader, asyncio.Task[None]] = {}
         self._groups: dict[int, list[dict[str, Any]]] = {}
@@ -165,15 +164,14 @@ class GroupStream:
         self._path.unlink(missing_ok=True)
         if self._port is None:
             return
+        listener = Listener(HOST, self._port, self._authenticate, MOST_ASKED)
         try:
-            self._server = await asyncio.start_server(
-                self._serve, HOST, self._port, limit=MOST_ASKED
-            )
+            port = listener.start()
         except OSError as error:
             raise RuntimeError(f"execute.stream_port {self._port}: {error.strerror}") from None
+        self._listener = listener
         self._telling = asyncio.create_task(self._token_stream.serve())
         self._telling.add_done_callback(self._end_telling)
-        port = self._server.sockets[0].getsockname()[1]
         partial = self._path.with_name(f".{STREAM}.tmp")
         partial.unlink(missing_ok=True)
         partial.touch(mode=0o600)
@@ -182,7 +180,7 @@ class GroupStream:
 
     def publish(self, rollout: int, buffered: BufferedRollout, text: str, prompt: object) -> None:
         """Send a scored rollout to its readers, and its group when this is the group's last rollout."""
-        if self._server is None:
+        if self._listener is None:
             return
         group = rollout // self._group_size
         facts = {
@@ -249,9 +247,9 @@ class GroupStream:
 
     async def close(self) -> None:
         """Send the event "end" to all readers and stop the server."""
-        if self._server is None:
+        if self._listener is None:
             return
-        self._server.close()
+        self._listener.stop()
         await self._tell_all()
         for reader in self._readers:
             reader.put(encode_event("end", {}))
@@ -259,7 +257,7 @@ class GroupStream:
             await asyncio.wait(list(self._readers.values()), timeout=END_TIME)
         for reader in self._readers:
             reader.connection.abort()
-        self._server = None
+        self._listener = None
         self._path.unlink(missing_ok=True)
         if self.num_lost:
             logger.warning(f"readers of the stream were too slow and lost {self.num_lost:,} events")
@@ -275,18 +273,16 @@ class GroupStream:
         self._telling.cancel()
         self._token_stream.want(False)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection; an error ends only this connection."""
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(PATIENCE):
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            status, request = self._judge(head)
-            if request is None:
-                writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode())
-                await writer.drain()
-            else:
-                await self._feed(request, writer)
-        writer.close()
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Serve | None:
+        """Read a request, and refuse it or return how to serve it."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status, request = self._judge(head)
+        if request is not None:
+            return partial(self._feed, request, writer)
+        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode())
+        return None
 
     def _judge(self, head: str) -> tuple[str, StreamRequest | None]:
         """Return the HTTP status of a request, and the parsed request if it is accepted."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from streamrl.executor.libc import closed_afterwards
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 BUCKET_BYTES = 64 * 2**20
@@ -29,12 +31,14 @@ class RankGroup:
         """Connect to the other ranks; a single rank has a process group only if its backend needs one."""
         self.rank, self.size = settings.rank, settings.num_ranks
         if settings.rendezvous is not None:
-            dist.init_process_group(
-                "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl",
-                init_method=settings.rendezvous,
-                rank=self.rank,
-                world_size=self.size,
-            )
+            # NCCL connects to the store again later.
+            with closed_afterwards(keep_port=urlsplit(settings.rendezvous).port):
+                dist.init_process_group(
+                    "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl",
+                    init_method=settings.rendezvous,
+                    rank=self.rank,
+                    world_size=self.size,
+                )
 
     @property
     def is_first(self) -> bool:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from streamrl.executor.libc import closed_afterwards, refuse_connections
 from streamrl.executor.roles import BroadcastRank, Parcel, RelayRole
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ class BroadcastGroup:
         self._store = dist.TCPStore(
             host, int(port), seat.size, rendezvous is not None, limit, wait_for_workers=False, **own
         )
-        self._group = dist.ProcessGroupGloo(self._store, seat.rank, seat.size, limit)
+        with closed_afterwards():
+            self._group = dist.ProcessGroupGloo(self._store, seat.rank, seat.size, limit)
+        for descriptor in own.values():
+            refuse_connections(descriptor)
 
     def begin(self, block: Tensor) -> Any:
         """Begin to send a block, or to receive one; `wait()` of the result raises if that fails."""
