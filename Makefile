@@ -24,6 +24,7 @@
 #   make soak            memory growth: 10,000 simulated steps, and half an hour of executed steps under faults
 # Speed:
 #   make bench           speed of the simulator, one JSON object a figure
+#   make bench-against   the same, over an earlier version's in alternation; REV=COMMIT, by default the newest tag
 #   make bench-start     CPU seconds of a command; AGAINST=DIR compares another checkout
 #   make bench-first-answer  how soon a first answer comes, and its figures against whole simulations
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
@@ -75,7 +76,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -166,6 +167,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py
+
+bench-against: $(READY)
+	$(BIN)/python -m benchmarks.bench_against $(REV)
 
 bench-start: $(READY)
 	$(BIN)/python benchmarks/bench_start.py $(if $(AGAINST),--against $(AGAINST))
