@@ -90,7 +90,9 @@ def seconds(directory: Path) -> list[float]:
     """Return the CPU seconds of each run with the code of a directory."""
     command = [sys.executable, "-c", CHILD, json.dumps(list(RUNS.values())), str(TRIES)]
     environment = {**os.environ, "PYTHONPATH": str(directory)}
-    done = subprocess.run(command, cwd=directory, env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        command, cwd=directory, env=environment, stdout=subprocess.PIPE, check=True
+    )
     found: list[float] = json.loads(done.stdout)
     return found
 
