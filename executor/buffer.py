@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
-from math import isfinite
+from itertools import accumulate, chain, count, islice
+from math import inf, isfinite
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.random import SeedSequence
 
-from streamrl.engine.messages import DrawnGroup, Drop, Generate, Generated, Skip
+from streamrl.engine.messages import DrawnGroup, Drop, Generate, Generated, KeptTurns, Skip
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import GroupReferences
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.roles import Completion, FinishReason, Request, Sample, Scoring
 from streamrl.executor.token_files import (
+    Head,
     KeptTokens,
     attempt_of,
     remove_ended,
     remove_files,
     take_over,
+    write_attempt,
 )
 from streamrl.executor.tokens import (
     TokenBlock,
     TokenSegment,
     count_ids,
+    count_tokens,
     merge_segments,
     read_blocks,
 )
 from streamrl.record.run_directory import FATES, OF_FAMILY
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.workload.prompt_families import prompt_family
 from streamrl.workload.prompt_records import Record
 
@@ -116,11 +121,15 @@ class BufferedRollout:
     step: int | None = None
     """The step that its group was drawn for."""
     num_tokens: int = 0
+    """Number of tokens that the policy generated."""
     output: tuple[TokenBlock, ...] = ()
-    """One block for each attempt that generated tokens."""
+    """One block for each attempt that generated tokens, and for each observation."""
     segments: tuple[TokenSegment, ...] = ()
+    """Turns of the policy, and observations."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Spans `(version, start)`: the policy version that sampled from token `start` on."""
+    """Spans `(version, start)`: the policy version that sampled from token `start` on, without observations."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Reward that the environment gave for each turn."""
     text: str | None = None
     """Its output as text, without special tokens; None unless it waits for its reward."""
     reward: float = 0.0
@@ -132,14 +141,44 @@ class BufferedRollout:
     """With several scorers, the score of each."""
     paths: list[str] = field(default_factory=list)
     """Token file of each attempt. The last attempt may not have written all of its tokens yet."""
+    is_turn_over: bool = False
+    """Whether its last saved attempt ended a turn."""
     finish: FinishReason | None = None
     """How it ended before the last restart; None if it must still be generated to its end."""
     is_truncated: bool = False
-    """Whether it ended because it had the maximum length."""
+    """Whether it ended because it had the maximum length, or because the time of its episode was over."""
     lost_for: str = ""
     """Why the primary trainer dropped it; empty if it did not."""
     num_holders: int = 1
     """Users of its files: the buffer while the rollout is open, and calls that read or write its tokens."""
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens after the prompt, observations included."""
+        return count_tokens(self.output)
+
+    @property
+    def num_observed(self) -> int:
+        """Number of tokens of its observations."""
+        return count_tokens(each for each in self.segments if not each.is_policy)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns of the policy; the last one may not have ended."""
+        return sum(segment.is_policy for segment in self.segments)
+
+    @property
+    def num_answered(self) -> int:
+        """Number of turns that an observation follows."""
+        return self.num_turns - (bool(self.segments) and self.segments[-1].is_policy)
+
+    @property
+    def policy_output(self) -> tuple[TokenBlock, ...]:
+        """The blocks that the policy generated."""
+        ends = list(accumulate(segment.num_tokens for segment in self.segments))
+        starts = accumulate((block.num_tokens for block in self.output), initial=0)
+        pairs = zip(self.output, starts, strict=False)
+        return tuple(b for b, start in pairs if self.segments[bisect_right(ends, start)].is_policy)
 
     @property
     def born(self) -> int:
@@ -164,7 +203,7 @@ class BufferedRollout:
 
     def end(self, completion: Completion) -> Generated:
         """Append the tokens of an ended attempt; return its `Generated` event."""
-        self.is_truncated = completion.finish == "length"
+        self.is_truncated = self.is_truncated or completion.finish == "length"
         return Generated(
             completion.rollout,
             self.add(completion),
@@ -175,7 +214,7 @@ class BufferedRollout:
         )
 
     def enter(self, scoring: Scoring) -> None:
-        """Record the result of the verifier, and free the text, which can be large.
+        """Record the reward, and free the text, which can be large.
 
         Raises:
             ValueError: the reward is not finite; a NaN would make every weight NaN.
@@ -184,6 +223,11 @@ class BufferedRollout:
             raise ValueError(f"a reward must be a finite number, got {scoring.reward}")
         self.reward, self.fault, self.scores = scoring
         self.text = None
+
+
+def _kept_turns(buffered: BufferedRollout) -> KeptTurns:
+    """Return the turns of a rollout from before a restart."""
+    return KeptTurns(buffered.num_answered, buffered.num_observed, buffered.is_turn_over)
 
 
 class Hold:
@@ -222,6 +266,7 @@ class RolloutBuffer:
         seed: int | None = None,
         directory: Path | None = None,
         kept: KeptTokens | None = None,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         """Create an empty buffer.
 
@@ -231,11 +276,13 @@ class RolloutBuffer:
             seed: seed of the run, from which each rollout gets its own; None: rollouts have no seed.
             directory: directory for token files of workers. None: workers send tokens with their answers.
             kept: tokens that were saved before a restart, of rollouts that will be drawn again.
+            environment: settings of episodes of several turns; None: each rollout has one turn.
         """
         self.workload = workload
         self._seed = seed
         self._directory = directory
         self._kept = kept
+        self._environment = environment
         self._undrawn: Iterator[int] = count()
         self.step_statistics = StepStatistics()
         """Statistics since the primary trainer's last step."""
@@ -267,9 +314,10 @@ class RolloutBuffer:
         if self._kept is not None:
             for rollout, buffered in zip(drawn.rollouts, opened, strict=True):
                 self._restore(buffered, self._kept.take(rollout, oldest_version))
-        if not any(buffered.num_tokens for buffered in opened):
+        if not any(buffered.output for buffered in opened):
             return drawn
-        return replace(drawn, kept=tuple(buffered.kept for buffered in opened))
+        turns = () if self._environment is None else tuple(map(_kept_turns, opened))
+        return replace(drawn, kept=tuple(buffered.kept for buffered in opened), turns=turns)
 
     def _restore(self, buffered: BufferedRollout, attempts: list[Completion]) -> None:
         """Add the saved attempts of a rollout."""
@@ -278,7 +326,9 @@ class RolloutBuffer:
             buffered.paths.append(completion.output.path)
             buffered.add(completion)
             is_over = buffered.num_tokens >= self.workload.max_tokens
-            if completion.finish != "aborted" or is_over:
+            is_last = self._environment is None and completion.finish == "stop"
+            buffered.is_turn_over = completion.finish == "stop"
+            if is_last or is_over or completion.finish == "length":
                 buffered.finish = "stop" if completion.finish == "stop" else "length"
                 buffered.is_truncated = buffered.finish == "length"
                 buffered.text = self._text_of(buffered)
@@ -305,11 +355,60 @@ class RolloutBuffer:
             rollout=command.rollout,
             prompt=self.workload.prompts[buffered.line],
             priority=command.priority,
-            max_tokens=self.workload.max_tokens,
+            max_tokens=buffered.length + self.room(buffered),
             prefix=buffered.output,
             seed=self._seed_of(command.rollout, buffered.num_tokens),
             output_path=path,
         )
+
+    def room(self, buffered: BufferedRollout) -> int:
+        """Return the number of tokens that the policy may still generate for a rollout."""
+        room = self.workload.max_tokens - buffered.num_tokens
+        return int(min(room, self.context_room(buffered)))
+
+    def context_room(self, buffered: BufferedRollout) -> float:
+        """Return the number of tokens that the context of a rollout may still have."""
+        if self._environment is None:
+            return inf
+        num_prompt = count_ids(self.workload.prompts[buffered.line])
+        return self._environment.max_context - num_prompt - buffered.length
+
+    def observe(self, rollout: int, buffered: BufferedRollout, ids: list[int]) -> int:
+        """Append the tokens of an observation to a rollout; return their number."""
+        segments, path = (TokenSegment(len(ids), is_policy=False),), self._take_path(rollout, buffered)
+        head = Head(rollout, buffered.length, len(ids), segments, [], "aborted", 0.0, 0.0)
+        buffered.output += (write_attempt(head, ids, [0.0] * len(ids), path),)
+        buffered.segments = merge_segments(buffered.segments, segments)
+        return len(ids)
+
+    def start_over(self, buffered: BufferedRollout) -> None:
+        """Remove all tokens of a rollout, whose environment was lost."""
+        self.step_statistics.waste(buffered.num_tokens, "a lost environment")
+        for path in buffered.paths:
+            remove_files(path)
+        buffered.paths.clear()
+        buffered.versions.clear()
+        buffered.turn_rewards.clear()
+        buffered.num_tokens, buffered.output, buffered.segments = 0, (), ()
+        buffered.is_truncated = False
+
+    def truncate(self, rollout: int) -> None:
+        """Record that the time of an episode is over."""
+        self.rollouts[rollout].is_truncated = True
+
+    def turn_texts(self, buffered: BufferedRollout) -> list[str]:
+        """Return the text of each turn of the policy, without special tokens."""
+        ids, start, texts = read_blocks(buffered.output)[0].tolist(), 0, []
+        for segment in buffered.segments:
+            end = start + segment.num_tokens
+            if segment.is_policy:
+                texts.append(self.workload.text(ids[start:end]))
+            start = end
+        return texts
+
+    def last_token(self, buffered: BufferedRollout) -> int:
+        """Return the last token of a rollout with output."""
+        return int(read_blocks(buffered.output[-1:])[0][-1])
 
     def record(self, rollout: int) -> Record:
         """Return the record of a rollout's prompt."""
@@ -338,11 +437,13 @@ class RolloutBuffer:
         With `masks_truncated` it is left out of the loss if the maximum length cut it off.
         """
         buffered = self.rollouts[rollout]
+        ends_with_observation = not buffered.segments[-1].is_policy
+        end = -1 if ends_with_observation else None  # nothing that is trained on follows it
         return Sample(
             rollout=rollout,
             prompt=self.workload.prompts[buffered.line],
-            output=buffered.output,
-            segments=buffered.segments,
+            output=buffered.output[:end],
+            segments=buffered.segments[:end],
             advantage=advantage,
             partner=partner,
             is_masked=masks_truncated and buffered.is_truncated,
@@ -449,7 +550,7 @@ class RolloutBuffer:
         if not is_lost:
             remove_files(path)
             return None
-        saved = take_over(command.rollout, path, buffered.num_tokens)
+        saved = take_over(command.rollout, path, buffered.length)
         if saved is None:
             return None
         event = buffered.end(saved)

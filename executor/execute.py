@@ -43,6 +43,7 @@ from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.targets.execute_limits import check_back_ends, uses_relays
@@ -148,11 +149,12 @@ Take = Callable[[Mapping[str, object]], None]
 
 def check_executable(run: Run) -> None:
     """Raise `ValueError` if this machine cannot execute the run file."""
-    if run.environment is not None:
+    if run.environment is not None and run.environment.implementation is None:
         text = (
-            "[environment] can be simulated, not executed yet; remove it, or use streamrl simulate"
+            "environment.implementation is missing: a simulation needs no environment, but execute does; "
+            'set it to a class, such as "python:environment.py:Game"'
         )
-        raise RunError("environment", None, text=text)
+        raise RunError("environment.implementation", None, text=text)
     roles = PlacedRoles.of(run)
     build_dispatch(run.policies, run.rollout, run.seed)
     check_installed(BACKENDS, "executor")
@@ -189,11 +191,12 @@ def check_executable(run: Run) -> None:
         )
     for problem in weight_problems(Path(run.model.path)):
         raise ValueError(f"model.path: {run.model.path} {problem}")
-    if not run.workload.sources or not run.verifier.rewards:
+    if not run.workload.sources or not (run.verifier.rewards or run.environment):
         raise ValueError(
             "workload.prompts and verifier.scorer are missing: nothing to generate from"
         )
-    check_prompts(run.verifier, run.workload)
+    if run.verifier.rewards:
+        check_prompts(run.verifier, run.workload)
     check_reward_model(run.verifier)
     check_back_ends(run)
     check_chosen_classes(run)
@@ -309,6 +312,9 @@ async def _execute_in(
     guard: RunGuard,
 ) -> None:
     from streamrl.executor.buffer import RolloutBuffer
+    from streamrl.executor.environment.episodes import EpisodeRunner
+    from streamrl.executor.environment.observation_tokens import ObservationEncoder
+    from streamrl.executor.environment.session import EnvironmentHost
     from streamrl.executor.launchers.role_configs import RoleConfigs
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
@@ -318,7 +324,11 @@ async def _execute_in(
     assert run.model.path is not None, "check_executable requires weights"
     configs = RoleConfigs(run, lambda: directory.leg)
     launcher = make_launcher(run, directory, configs)
-    workload = PromptWorkload(run, load_tokenizer(run.model.path))
+    host = None
+    if run.environment is not None:
+        host = EnvironmentHost(run.environment, directory.logs / "environment.log")
+    tools = [] if host is None else await host.describe()
+    workload = PromptWorkload(run, load_tokenizer(run.model.path), tools)
     for note in workload.notes:
         logger.warning(note)
     configs.end_rollouts_at(workload.end_tokens)
@@ -350,16 +360,28 @@ async def _execute_in(
             listen = open_files.enter_context(contextlib.closing(live)).take
         if tokens is not None:
             forget_other_samples(directory, tokens)
+            forget_lost_episodes(run.environment, tokens)
         kept = (
             None
             if tokens is None
-            else find_kept(run.algorithm.group_size, run.rollout.max_tokens, tokens, checkpoint)
+            else find_kept(run.algorithm.group_size, most_output(run), tokens, checkpoint)
         )
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             logger.info(f"{what} from before the restart are continued")
         has_seeds = run.execute.deterministic or run.rollout.seed_rollouts
         seed = run.seed if has_seeds else None
+        buffer = RolloutBuffer(workload, run.num_trainers, seed, tokens, kept, run.environment)
+        episodes = None
+        if run.environment is not None and host is not None:
+            encoder = ObservationEncoder(
+                workload.tokenizer,
+                workload.end_tokens,
+                run.workload.template_arguments,
+                tools,
+                has_chats=workload.has_chats,
+            )
+            episodes = EpisodeRunner(run.environment, host, encoder, buffer)
         world = RealWorld(
             Trace(
                 run,
@@ -373,7 +395,7 @@ async def _execute_in(
             ),
             build_engine(run),
             launcher,
-            RolloutBuffer(workload, run.num_trainers, seed, tokens, kept),
+            buffer,
             verifier,
             partial(make_transfer, run.sync, run.execute.launcher, launcher),
             directory,
@@ -381,6 +403,7 @@ async def _execute_in(
             checkpoint,
             watch,
             guard.reason,
+            episodes,
         )
 
         def say() -> str:
@@ -463,8 +486,22 @@ def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
         )
 
 
+def forget_lost_episodes(environment: EnvironmentConfig | None, tokens: Path) -> None:
+    """Remove saved tokens of episodes that begin again, because their environments ended with the last start."""
+    from streamrl.executor.token_files import remove_all
+
+    if environment is not None and environment.after_loss == "restart":
+        remove_all(tokens)
+        tokens.mkdir(exist_ok=True)
+
+
+def most_output(run: Run) -> int:
+    """Return the maximum number of tokens after the prompt of a rollout."""
+    return run.rollout.max_tokens if run.environment is None else run.environment.max_context
+
+
 def find_kept(
-    group_size: int, max_tokens: int, tokens: Path, checkpoint: Checkpoint | None
+    group_size: int, most_output: int, tokens: Path, checkpoint: Checkpoint | None
 ) -> KeptTokens:
     """Return the saved tokens of rollouts that were not trained on at the checkpoint."""
     from streamrl.executor.checkpoints import Position
@@ -477,7 +514,7 @@ def find_kept(
         group = rollout // group_size
         return group >= at.groups_done and group not in done
 
-    return KeptTokens(tokens, at.version, max_tokens, is_open)
+    return KeptTokens(tokens, at.version, most_output, is_open)
 
 
 def facts(engines: Sequence[str] = ()) -> dict[str, str | float]:

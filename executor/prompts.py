@@ -35,7 +35,18 @@ MOST_SAID = 300
 class PromptWorkload:
     """Draws groups from the records of a run's data sets; the group id and the run's seed select the record."""
 
-    def __init__(self, run: Run, tokenizer: Any) -> None:
+    def __init__(
+        self, run: Run, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Tokenize the prompts of a run; `tools` are schemas of its environment for the chat template.
+
+        With an environment, a chat ends before the policy's turn begins: the environment may add messages.
+        """
+        rendering: dict[str, object] = {
+            "add_generation_prompt": run.environment is None,
+            **({"tools": list(tools)} if tools else {}),
+            **run.workload.template_arguments,
+        }
         sources = read_sources(run.workload)
         assert sources, "check_executable wants prompts"
         self.records = list(chain.from_iterable(source.records for source in sources))
@@ -43,17 +54,18 @@ class PromptWorkload:
         self.prompts = [
             encode_ids(ids)
             for source in sources
-            for ids in _tokenize(source, tokenizer, run.workload.template_arguments)
+            for ids in _tokenize(source, tokenizer, rendering)
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
-        has_chats = any(not isinstance(record["prompt"], str) for record in self.records)
+        self.has_chats = any(not isinstance(record["prompt"], str) for record in self.records)
+        """Whether the model's chat template renders prompts."""
         arguments = run.workload.template_arguments
-        ends = TurnEnds.of(str(run.model.path), tokenizer, arguments, has_chats=has_chats)
+        ends = TurnEnds.of(str(run.model.path), tokenizer, arguments, has_chats=self.has_chats)
         self.end_tokens = ends.tokens
         """Token ids that end a rollout, of all files of the model."""
         self.notes = [*(note for source in sources for note in source.notes), *ends.notes]
         """What is unusual in the data sets and in the model's files, one line each."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.group_size = run.algorithm.group_size
         self.max_tokens = run.rollout.max_tokens
         """Maximum output tokens of a rollout."""
@@ -117,7 +129,7 @@ class PromptWorkload:
 
     def text(self, tokens: list[int]) -> str:
         """Return output tokens as text, without special tokens."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def line(self, group: int) -> int:
         """Return the index of a group's record."""
@@ -277,9 +289,7 @@ def _tokenize(
             yield added.of_prompt(list(tokenizer.encode(prompt)))
             continue
         try:
-            encoded = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, return_dict=True, **arguments
-            )
+            encoded = tokenizer.apply_chat_template(prompt, return_dict=True, **arguments)
         except (TemplateError, TypeError, LookupError, ValueError) as error:
             line = source.line(at)
             text = f"{line}: the model's chat template does not accept the prompt: {error}"

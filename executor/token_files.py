@@ -2,7 +2,7 @@
 
 | file                   | content                                                            |
 |------------------------|--------------------------------------------------------------------|
-| `ROLLOUT.ATTEMPT`      | tokens of an attempt that has ended                                |
+| `ROLLOUT.ATTEMPT`      | tokens of an attempt that has ended, or of an observation          |
 | `ROLLOUT.ATTEMPT.part` | tokens of a running attempt; a record is appended every few seconds |
 
 A file is a list of records. Each record has a head and tokens, both with a checksum. The head has the rollout, the
@@ -292,7 +292,8 @@ class KeptTokens:
     def take(self, rollout: int, oldest_version: int) -> list[Completion]:
         """Return the saved attempts of a rollout in order; discard them if their first version is too old."""
         attempts = self._attempts.pop(rollout, [])
-        if attempts and attempts[0].versions[0][0] < oldest_version:
+        versions = [version for each in attempts for version, _ in each.versions]
+        if versions and versions[0] < oldest_version:
             _remove([str(each.output.path) for each in attempts])
             return []
         return attempts
@@ -329,7 +330,7 @@ def _take_over(rollout: int, paths: list[str], newest: int) -> Iterator[Completi
             continue
         yield attempt
         num_tokens += attempt.output.num_tokens
-        is_going_on = attempt.finish == "aborted"
+        is_going_on = attempt.finish != "length"  # "stop" may end a turn, after which others follow
 
 
 def _remove(paths: list[str]) -> None:

@@ -59,12 +59,14 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint
+from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side
 from streamrl.executor.faults import TRAINER, RealFaults, read_struck
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import (
+    Scoring,
     TransferRole,
     UnreachedError,
     VerifierRole,
@@ -80,9 +82,12 @@ from streamrl.executor.subscribers.trainers import Trainers
 from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.executor.watchdog import FACTOR, TICK, Attempts, Watchdog
 from streamrl.runfile.choices import ExtensionError
+from streamrl.workload.prompt_records import Record
 
 CLOSING_TIME = 30.0
 """Seconds in which all workers end after a run. Then they are killed; see `CLOSE_TIME` of a worker."""
+NO_EVENT = (Abort, Close, Truncate, Take, Skip, Postpone, Drop, Resize, Stop)
+"""Commands that end in no event."""
 STOP_TIME = 6.0
 """Least seconds that running commands have to end after an interruption; see `execute.grace`."""
 
@@ -103,8 +108,12 @@ class RealWorld(World[Trace]):
         resume_from: Checkpoint | None = None,
         watch: Callable[[Event, State, float], None] = lambda event, state, now: None,
         limit: Callable[[float], str | None] = lambda now: None,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
-        """Take the parts of a run; `watch` sees each event, and `limit` returns why the run must end now, or None."""
+        """Take the parts of a run; `watch` sees each event, and `limit` returns why the run must end now, or None.
+
+        A run without `episodes` has rollouts of one turn.
+        """
         super().__init__(engine, trace, buffer.workload.learn)
         self._run = trace.run
         self._launcher = launcher
@@ -116,6 +125,7 @@ class RealWorld(World[Trace]):
         self._log = RunLog(engine.state, trace.run.secondary_trainer_names)
         self._replicas: dict[int, Replica] = {}
         self._verifier = verifier
+        self._episodes = episodes
         struck = {each.fault for each in read_struck(directory.path)}
         plan = FaultPlan.of(trace.run, struck)
         self._faults = RealFaults(plan, directory.path, directory.leg, verifier)
@@ -168,7 +178,8 @@ class RealWorld(World[Trace]):
         control.add_done_callback(self._end_task)
         try:
             await self._stream.start()
-            await self._verifier.start()  # its scorer loads while replicas do
+            if self._run.verifier.rewards:
+                await self._verifier.start()  # its scorer loads while replicas do
             self.emit(begun)
             await self._over.wait()
         finally:
@@ -208,6 +219,8 @@ class RealWorld(World[Trace]):
         self._trainers.kill_all(reason)
         self._transfer.stop()
         self._verifier.close()
+        if self._episodes is not None:
+            self._episodes.stop()
 
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`, and check whether the run is over."""
@@ -294,8 +307,14 @@ class RealWorld(World[Trace]):
                 return await self._replica(command.replica).generate(command)
             case Verify():
                 return await self._verify(command)
-            case Act() | Close() | Truncate():
-                raise NotImplementedError(f"{command} needs an environment")
+            case Act():
+                return await self._own_episodes.act(command)
+            case Close():
+                self._own_episodes.close(command)
+                return None
+            case Truncate():
+                self._buffer.truncate(command.rollout)
+                return None
             case Take() | Postpone() | Resize():
                 return None
             case Skip():
@@ -335,11 +354,28 @@ class RealWorld(World[Trace]):
             case _:
                 assert_never(command)
 
+    @property
+    def _own_episodes(self) -> EpisodeRunner:
+        assert self._episodes is not None, "only a run with an environment acts"
+        return self._episodes
+
+    async def _score(self, rollout: int, text: str, num_tokens: int, record: Record) -> Scoring:
+        """Return the score of a text, with the rewards that an environment gave."""
+        if self._episodes is None:
+            return await self._verifier.verify(text, num_tokens, record)
+        last_turn, given = await self._episodes.finish(rollout)
+        if not self._run.verifier.rewards:
+            return Scoring(given, None)
+        scored = await self._verifier.verify(last_turn, num_tokens, record)
+        return scored._replace(reward=given + scored.reward)
+
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
-        buffered, text = self._buffer.rollouts[rollout], self._buffer.text(rollout)
+        buffered = self._buffer.rollouts[rollout]
+        has_turns = self._episodes is not None
+        text = self._buffer.reread(rollout) if has_turns else self._buffer.text(rollout)
         record, began_at = self._buffer.record(rollout), self.now
-        buffered.enter(await self._verifier.verify(text, buffered.num_tokens, record))
+        buffered.enter(await self._score(rollout, text, buffered.num_tokens, record))
         buffered.verify_time = self.now - began_at
         self._buffer.step_statistics.end(buffered.num_tokens, buffered.reward, record)
         self._directory.write_rollout(
@@ -441,6 +477,10 @@ class RealWorld(World[Trace]):
                 self._trainers.kill(command.trainer, reason)
             case Verify():
                 self._verifier.close()
+                if self._episodes is not None:
+                    self._episodes.kill(command.rollout)
+            case Act():
+                self._own_episodes.kill(command.rollout)
             case _:
                 pass  # ends at once
 
@@ -460,7 +500,7 @@ class RealWorld(World[Trace]):
             if command.replica in self._replicas:
                 self._replicas.pop(command.replica).kill("did not come up")
             self._free(command.replica)
-        if not isinstance(command, Abort | Take | Skip | Postpone | Drop | Resize | Stop):
+        if not isinstance(command, NO_EVENT):
             self.emit(self._recovered(command, error) or Failed(command, reason))
 
     def _recovered(self, command: Command, error: Exception) -> Event | None:
@@ -509,4 +549,6 @@ class RealWorld(World[Trace]):
         replicas = (replica.stop() for replica in self._replicas.values())
         await asyncio.gather(*replicas, self._trainers.stop(), return_exceptions=True)
         self._verifier.close()
+        if self._episodes is not None:
+            self._episodes.stop()
         await asyncio.gather(self._stream.close(), self._transfer.close())

@@ -12,7 +12,7 @@ from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.execute import find_kept
+from streamrl.executor.execute import find_kept, forget_lost_episodes, most_output
 from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
 from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
 from streamrl.executor.prompts import PromptWorkload
@@ -170,7 +170,7 @@ def make_world(
     records = SecondaryRecords(run.secondary_trainer_names, directory.path)
     records.open(directory.leg, is_resumed=resume)
     kept = (
-        find_kept(run.algorithm.group_size, run.rollout.max_tokens, tokens, checkpoint)
+        find_kept(run.algorithm.group_size, most_output(run), tokens, checkpoint)
         if resume and tokens is not None
         else None
     )

@@ -190,6 +190,7 @@ ROOMS = (
     *(
         "executor.trainer",
         "executor.verifier",
+        "executor.environment",
         "executor.watchdog",
         "executor.run_guard",
         "executor.faults",

@@ -39,12 +39,14 @@ class RoleConfigs:
     def replica(self, replica_id: int, kind: int, model: str) -> Config:
         """Return the settings of a replica of a kind, which loads a model directory first."""
         run = self._run.of_kind(kind)
+        most = None if run.environment is None else run.environment.max_context
         config: Config = {
             "model": model,
             "tokenizer": model,
             "max_running": run.rollout.max_running,
-            "max_tokens": run.rollout.max_tokens,
+            "max_tokens": run.rollout.max_tokens if most is None else most - 1,
             "max_prompt_tokens": run.workload.max_prompt_tokens,
+            "max_context": most,
             **_sampling(run.rollout),
             "stop": run.rollout.stop,
             "seed": sampling_seed(run.seed, replica_id, self._num_starts()),

@@ -41,9 +41,11 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     """Maximum number of rollouts generated at a time; the others wait in the replica's queue."""
     max_tokens: int
-    """Maximum number of output tokens of a rollout."""
+    """Maximum number of output tokens of a rollout, observations included."""
     max_prompt_tokens: int
     """Maximum length of a prompt; longer prompts are rejected."""
+    max_context: int | None = None
+    """Maximum length of a rollout of several turns, with its prompt and observations; None: it has one turn."""
     temperature: float
     """Divides the logits before sampling."""
     truncation: Truncation = WHOLE
@@ -90,6 +92,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_length(self) -> int:
         """Return the number of tokens of the longest rollout, prompt included."""
+        if self.max_context is not None:
+            return self.max_context
         return self.max_prompt_tokens + self.max_tokens
 
 

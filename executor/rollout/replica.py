@@ -82,6 +82,9 @@ class Replica:
             if command.rollout not in self._buffer.rollouts:  # its group was dropped meanwhile
                 num_tokens, version = buffered.kept
                 return Generated(command.rollout, num_tokens, "aborted", version, 0.0, 0.0)
+            if not self._buffer.room(buffered):  # the turn before ended with the last token
+                num_tokens, version = buffered.kept
+                return Generated(command.rollout, num_tokens, "length", version, 0.0, 0.0)
             request = self._buffer.request(command)
             completion = await self._worker.generate(request)
             check_completion(request, completion)

@@ -48,8 +48,10 @@ class _View(NamedTuple):
     first: int
     """Number of tokens published so far."""
     num_tokens: int
+    num_observed: int
+    """Number of tokens of its observations, which are not published."""
     output: tuple[TokenBlock, ...]
-    """Tokens of ended attempts."""
+    """Generated tokens of ended attempts."""
     versions: tuple[Span, ...]
     path: str | None
     """File of the attempt that may still run."""
@@ -206,7 +208,8 @@ class TokenStream:
             rollout,
             self._told.get(rollout, 0),
             buffered.num_tokens,
-            buffered.output,
+            buffered.num_observed,
+            buffered.policy_output,
             tuple(buffered.versions),
             buffered.paths[-1] if is_running else None,
         )
@@ -249,7 +252,8 @@ def read_new(view: _View) -> Chunk | None:
         if not tokens:
             return None
     if view.path is not None:
-        record = merge(read_records(view.path), view.rollout, view.num_tokens)
+        start = view.num_tokens + view.num_observed
+        record = merge(read_records(view.path), view.rollout, start)
         if record is not None:
             tokens += record.ids[max(0, view.first - view.num_tokens) :].tolist()
             versions += [(v, view.num_tokens + start) for v, start in record.head.versions]

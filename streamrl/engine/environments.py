@@ -140,6 +140,8 @@ class Environments:
             rollout.is_turn_over = False
             rollout.turn += 1
             rollout.observed += event.tokens
+        elif not rollout.turn:  # the environment may show something before the first turn
+            rollout.observed += event.tokens
         is_full = rollout.context >= self.config.max_context
         return event.is_over or rollout.is_truncated or is_full
 

@@ -444,7 +444,9 @@ class Observed(Message, frozen=True, omit_defaults=True):
 
     rollout: int
     tokens: int
-    """Tokens of the observation; 0 where the turn had been answered before."""
+    """Tokens of the observation, or of what the environment shows before the first turn; 0 where the
+    episode has them already.
+    """
     is_over: bool = False
     has_timed_out: bool = False
     """Whether the action reached its time limit."""

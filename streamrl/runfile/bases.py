@@ -18,7 +18,7 @@ from typing import Any
 
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import join_key
-from streamrl.runfile.paths import MODEL, PATH_KEYS, SCORER
+from streamrl.runfile.paths import IMPLEMENTATION, MODEL, PATH_KEYS, names_code
 from streamrl.runfile.scorer_choice import SCORERS, file_of, with_file
 from streamrl.runfile.workload_config import HUB
 
@@ -85,14 +85,14 @@ def _merged(below: Table, above: Table) -> Table:
 
 def _move_paths(table: Table, start: Path, other: Path) -> None:
     """Write the relative paths of a table from another directory."""
-    for key in (*PATH_KEYS, "verifier.scorer", *LISTED_PATHS):
+    for key in (*PATH_KEYS, "verifier.scorer", f"environment{IMPLEMENTATION}", *LISTED_PATHS):
         for place, name in _places(table, key.split(".")):
             value = place[name]
             if isinstance(value, str) and (path := _path_in(f".{name}", value, place)) is not None:
                 path = expanded(path, key)
                 if not Path(path).is_absolute():
                     moved = os.path.relpath(start / path, other)
-                    place[name] = with_file(value, moved) if f".{name}" == SCORER else moved
+                    place[name] = with_file(value, moved) if names_code(f".{name}") else moved
 
 
 def _places(table: Any, names: list[str]) -> Iterator[tuple[Table, str]]:
@@ -110,7 +110,7 @@ def _places(table: Any, names: list[str]) -> Iterator[tuple[Table, str]]:
 
 def _path_in(key: str, value: str, place: Table) -> str | None:
     """Return the path in a value, None where it has none."""
-    if key == SCORER:
+    if names_code(key):
         return file_of(value)
     if key.endswith((".prompts", MODEL)) and value.startswith(HUB):
         return None

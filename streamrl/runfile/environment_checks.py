@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from streamrl.runfile.distribution_words import read_distribution
+from streamrl.runfile.environment_choice import ENVIRONMENTS, class_of
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -30,6 +31,7 @@ def check_environment(
         if (text := getattr(config, name)) is not None:
             read_distribution(f"environment.{name}", text, is_time=name in TIMED)
     _check_context(config, workload)
+    _check_implementation(config)
     for key, value, instead in _of_one_turn(policies):
         if value != instead:
             text = f"{key} {value!r} {ONE_TURN}; remove it or the section [environment]"
@@ -50,6 +52,34 @@ def _of_one_turn(policies: PoliciesConfig) -> Iterator[tuple[str, object, object
     yield "policies.learns_from_siblings", policies.learns_from_siblings, False
     if policies.weight_sync == "between-batches":
         yield "policies.weight_sync", policies.weight_sync, None
+
+
+def _check_implementation(config: EnvironmentConfig) -> None:
+    """Check what only executed runs need."""
+    key, name = "environment.implementation", config.implementation
+    if name is None:
+        return
+    chosen = ENVIRONMENTS.get(name)
+    if chosen is None and class_of(name) is None:
+        text = (
+            f'{key} {name!r} is no environment; write a class as "python:FILE.py:CLASS" or "MODULE:CLASS", '
+            f"or one of {', '.join(ENVIRONMENTS)}"
+        )
+        raise RunError(key, name, OneOf([*ENVIRONMENTS]), text)
+    has_tools = chosen is not None and chosen.has_tools
+    if has_tools and not config.tools:
+        text = f"environment.tools is missing: {key} {name!r} needs at least one tool"
+        raise RunError("environment.tools", None, text=text, others=(key,))
+    if config.tools and not has_tools:
+        text = f'environment.tools is only for {key} = "tools"; a class has its tools itself: remove the key'
+        raise RunError("environment.tools", list(config.tools), text=text, others=(key,))
+    for argument in () if chosen is None else chosen.needs:
+        if argument not in config.arguments:
+            text = f"environment.arguments.{argument} is missing: {key} {name!r} needs it"
+            raise RunError("environment.arguments", None, text=text, others=(key,))
+    if chosen is not None and chosen.uses_network and config.sandbox:
+        text = f"environment.sandbox must be false for {key} {name!r}, which uses the network"
+        raise RunError("environment.sandbox", True, OneOf([False]), text)
 
 
 def _check_context(config: EnvironmentConfig, workload: WorkloadConfig) -> None:

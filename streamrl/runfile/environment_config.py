@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from streamrl.runfile.section import Section
-from streamrl.runfile.units import Duration
+from streamrl.runfile.units import Duration, Size
 
 LossRecovery = Literal["restart", "replay"]
+ToolFormat = Literal["auto", "hermes", "llama", "mistral"]
 
 
 class EnvironmentConfig(Section, frozen=True, kw_only=True):
@@ -42,6 +45,27 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """Whether the reward is computed in the episode's environment, which then stays open until the
     reward is known.
     """
+    implementation: str | None = None
+    """Executed: the environment. A name, or a class with `reset` and `step`: "python:FILE.py:CLASS" or
+    "MODULE:CLASS". See docs/agentic.md.
+    """
+    arguments: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
+    """Executed: keyword arguments of the class, such as { max_attempts = 3 }."""
+    tools: tuple[str, ...] = ()
+    """Executed: tools of the environment "tools": functions as "python:FILE.py:FUNCTION" or
+    "MODULE:FUNCTION", and MCP servers as "mcp:COMMAND" or "mcp:http://HOST/PATH".
+    """
+    tool_format: ToolFormat = "auto"
+    """Executed: how the policy writes tool calls. hermes: JSON between <tool_call> and </tool_call>, as
+    Qwen does. llama: a JSON object with name and parameters. mistral: a JSON list after
+    [TOOL_CALLS]. auto: the one that the model's chat template names.
+    """
+    sandbox: bool = True
+    """Executed: whether the environment runs without network, subprocesses and files of yours. With
+    false it runs as trusted code. It must then not execute text of the policy.
+    """
+    memory_limit: Size = Size(1e9)
+    """Executed: maximum memory of one environment in the sandbox."""
     source: str | None = None
     """Simulated: a name in profiles/episodes, such as "swe-agent". It gives the distributions below
     that are absent.

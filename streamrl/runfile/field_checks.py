@@ -485,6 +485,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "max_episodes": Bounds(1),
         "warm": Bounds(0),
         "action_time_limit": POSITIVE,
+        "memory_limit": POSITIVE,
         "episode_time_limit": POSITIVE,
         "warm_start_time": SECONDS,
         "starts_per_second": POSITIVE,

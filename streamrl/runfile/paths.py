@@ -27,8 +27,10 @@ PATH_KEYS = (
     "plan.staleness_study",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
-SCORER = ".scorer"
-"""What the keys end with whose values may have a path in them."""
+SCORER, IMPLEMENTATION = ".scorer", ".implementation"
+"""What the keys end with whose values may have a path in them: that of a file with a function or class."""
+TOOLS = "environment.tools."
+"""Start of the keys of an environment's tools, whose values may have such a path in them too."""
 MODEL = ".model"
 """What the key of a reward model ends with."""
 
@@ -40,6 +42,8 @@ def paths_of(run: Run) -> dict[str, str]:
         *(f"workload.source.{place}.prompts" for place in range(len(run.workload.source))),
         *map(run.verifier.key, range(len(run.verifier.rewards))),
         *_model_keys(run.verifier),
+        f"environment{IMPLEMENTATION}",
+        *(f"{TOOLS}{place}" for place in range(len(run.environment.tools if run.environment else ()))),
     ]
     found = {key: _path_in(key, _value(run, key)) for key in keys}
     lengths = run.workload.lengths
@@ -65,13 +69,18 @@ def _path_in(key: str, value: str | None) -> str | None:
     """Return the path in a key's value: for a scorer its file, for a data set or model on the hub None."""
     if value is None or (key.endswith((".prompts", MODEL)) and value.startswith(HUB)):
         return None
-    return file_of(value) if key.endswith(SCORER) else value
+    return file_of(value) if names_code(key) else value
+
+
+def names_code(key: str) -> bool:
+    """Return whether the value of a key is a function or class, of which a file may have the code."""
+    return key.endswith((SCORER, IMPLEMENTATION)) or key.startswith(TOOLS)
 
 
 def _value(run: Run, key: str) -> str | None:
     place: Any = run
     for name in key.split("."):
-        is_list = isinstance(place, tuple)  # a run may have no section `workload.lengths`
+        is_list = isinstance(place, tuple)  # a run may have no such section
         place = place[int(name)] if is_list else getattr(place, name, None)
     return place if place is None else str(place)
 
@@ -80,13 +89,14 @@ def _replaced(place: Any, names: list[str], path: str) -> Any:
     name, *rest = names
     if isinstance(place, tuple):
         at = int(name)
-        return (*place[:at], _replaced(place[at], rest, path), *place[at + 1 :])
+        new = _replaced(place[at], rest, path) if rest else with_file(place[at], path)
+        return (*place[:at], new, *place[at + 1 :])
     assert isinstance(place, Section), f"no section has {name}"
     old = getattr(place, name)
     if rest:
         value = _replaced(old, rest, path)
     else:
-        value = with_file(old, path) if f".{name}" == SCORER else path
+        value = with_file(old, path) if names_code(f".{name}") else path
     return msgspec.structs.replace(place, **{name: value})
 
 
