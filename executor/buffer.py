@@ -375,7 +375,10 @@ class RolloutBuffer:
 
     def observe(self, rollout: int, buffered: BufferedRollout, ids: list[int]) -> int:
         """Append the tokens of an observation to a rollout; return their number."""
-        segments, path = (TokenSegment(len(ids), is_policy=False),), self._take_path(rollout, buffered)
+        segments, path = (
+            (TokenSegment(len(ids), is_policy=False),),
+            self._take_path(rollout, buffered),
+        )
         head = Head(rollout, buffered.length, len(ids), segments, [], "aborted", 0.0, 0.0)
         buffered.output += (write_attempt(head, ids, [0.0] * len(ids), path),)
         buffered.segments = merge_segments(buffered.segments, segments)

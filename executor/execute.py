@@ -35,6 +35,7 @@ from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.profiles import load_model
+from streamrl.hardware.resolved import longest_sequence
 from streamrl.record.charges import PaidGpus
 from streamrl.record.chrome_trace import ChromeReader
 from streamrl.record.decode_efficiency import FullBatches, measured_yield
@@ -314,7 +315,7 @@ async def _execute_in(
     from streamrl.executor.buffer import RolloutBuffer
     from streamrl.executor.environment.episodes import EpisodeRunner
     from streamrl.executor.environment.observation_tokens import ObservationEncoder
-    from streamrl.executor.environment.session import EnvironmentHost
+    from streamrl.executor.environment.session import EnvironmentHost, with_tool_format
     from streamrl.executor.launchers.role_configs import RoleConfigs
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
@@ -324,11 +325,13 @@ async def _execute_in(
     assert run.model.path is not None, "check_executable requires weights"
     configs = RoleConfigs(run, lambda: directory.leg)
     launcher = make_launcher(run, directory, configs)
+    tokenizer = load_tokenizer(run.model.path)
     host = None
     if run.environment is not None:
-        host = EnvironmentHost(run.environment, directory.logs / "environment.log")
+        environment = with_tool_format(run.environment, tokenizer)
+        host = EnvironmentHost(environment, directory.logs / "environment.log")
     tools = [] if host is None else await host.describe()
-    workload = PromptWorkload(run, load_tokenizer(run.model.path), tools)
+    workload = PromptWorkload(run, tokenizer, tools)
     for note in workload.notes:
         logger.warning(note)
     configs.end_rollouts_at(workload.end_tokens)
@@ -361,10 +364,11 @@ async def _execute_in(
         if tokens is not None:
             forget_other_samples(directory, tokens)
             forget_lost_episodes(run.environment, tokens)
+        most = longest_sequence(run.rollout, run.workload, run.environment)
         kept = (
             None
             if tokens is None
-            else find_kept(run.algorithm.group_size, most_output(run), tokens, checkpoint)
+            else find_kept(run.algorithm.group_size, most, tokens, checkpoint)
         )
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
@@ -495,13 +499,8 @@ def forget_lost_episodes(environment: EnvironmentConfig | None, tokens: Path) ->
         tokens.mkdir(exist_ok=True)
 
 
-def most_output(run: Run) -> int:
-    """Return the maximum number of tokens after the prompt of a rollout."""
-    return run.rollout.max_tokens if run.environment is None else run.environment.max_context
-
-
 def find_kept(
-    group_size: int, most_output: int, tokens: Path, checkpoint: Checkpoint | None
+    group_size: int, most_tokens: int, tokens: Path, checkpoint: Checkpoint | None
 ) -> KeptTokens:
     """Return the saved tokens of rollouts that were not trained on at the checkpoint."""
     from streamrl.executor.checkpoints import Position
@@ -514,7 +513,7 @@ def find_kept(
         group = rollout // group_size
         return group >= at.groups_done and group not in done
 
-    return KeptTokens(tokens, at.version, most_output, is_open)
+    return KeptTokens(tokens, at.version, most_tokens, is_open)
 
 
 def facts(engines: Sequence[str] = ()) -> dict[str, str | float]:

@@ -35,9 +35,7 @@ MOST_SAID = 300
 class PromptWorkload:
     """Draws groups from the records of a run's data sets; the group id and the run's seed select the record."""
 
-    def __init__(
-        self, run: Run, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, run: Run, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Tokenize the prompts of a run; `tools` are schemas of its environment for the chat template.
 
         With an environment, a chat ends before the policy's turn begins: the environment may add messages.
@@ -52,9 +50,7 @@ class PromptWorkload:
         self.records = list(chain.from_iterable(source.records for source in sources))
         """Records of all data sets, concatenated. A line is an index into this list."""
         self.prompts = [
-            encode_ids(ids)
-            for source in sources
-            for ids in _tokenize(source, tokenizer, rendering)
+            encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer, rendering)
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
         self.has_chats = any(not isinstance(record["prompt"], str) for record in self.records)

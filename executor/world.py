@@ -59,8 +59,8 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint
-from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side
+from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.faults import TRAINER, RealFaults, read_struck
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher

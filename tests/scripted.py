@@ -12,7 +12,10 @@ from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.execute import find_kept, forget_lost_episodes, most_output
+from streamrl.executor.environment.episodes import EpisodeRunner
+from streamrl.executor.environment.observation_tokens import ObservationEncoder
+from streamrl.executor.environment.session import EnvironmentHost
+from streamrl.executor.execute import find_kept, forget_lost_episodes
 from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
 from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
 from streamrl.executor.prompts import PromptWorkload
@@ -20,11 +23,12 @@ from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import Manifest, Scoring, TransferRole, VerifierRole, Write
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.world import RealWorld
+from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.config import Run
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.workload.prompt_records import Record
 from tests.runs import CheckedEngine
-from tests.scripted_roles import VOCABULARY
+from tests.scripted_roles import OBSERVED, VOCABULARY
 from tests.verifying import score
 
 REPLICA = "tests.scripted_roles:ScriptedReplica"
@@ -42,6 +46,16 @@ class ScriptedTokenizer:
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return "odd" if sum(tokens) % 2 else "even"  # as scripted replicas write
+
+
+class TurnTokenizer:
+    """Shows tokens as numbers, and makes `OBSERVED` of each character."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [OBSERVED] * len(text)
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(map(str, tokens))
 
 
 class ScriptedVerifier(VerifierRole):
@@ -169,23 +183,33 @@ def make_world(
     checkpoint = directory.open(run, resume)
     records = SecondaryRecords(run.secondary_trainer_names, directory.path)
     records.open(directory.leg, is_resumed=resume)
+    if tokens is not None:
+        forget_lost_episodes(run.environment, tokens)
+    longest = longest_sequence(run.rollout, run.workload, run.environment)
     kept = (
-        find_kept(run.algorithm.group_size, most_output(run), tokens, checkpoint)
+        find_kept(run.algorithm.group_size, longest, tokens, checkpoint)
         if resume and tokens is not None
         else None
     )
     launcher = launcher_class(run, directory, **launcher_options)
+    tokenizer = ScriptedTokenizer() if run.environment is None else TurnTokenizer()
+    buffer = RolloutBuffer(
+        PromptWorkload(run, tokenizer),
+        run.num_trainers,
+        run.seed if run.execute.deterministic else None,
+        tokens,
+        kept,
+        run.environment,
+    )
+    if run.environment is not None:
+        host = EnvironmentHost(run.environment, directory.logs / "environment.log")
+        encoder = ObservationEncoder(tokenizer, (), has_chats=False)
+        kwargs["episodes"] = EpisodeRunner(run.environment, host, encoder, buffer)
     return RealWorld(
         Trace(run, "real", {}, directory.trace_file, leg=directory.leg),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
-        RolloutBuffer(
-            PromptWorkload(run, ScriptedTokenizer()),
-            run.num_trainers,
-            run.seed if run.execute.deterministic else None,
-            tokens,
-            kept,
-        ),
+        buffer,
         verifier_class(),
         make_transfer,
         directory,

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -33,9 +34,11 @@ from streamrl.executor.rollout.inference_engine import (
     TimedPass,
 )
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
-from streamrl.executor.tokens import TokenSegment, encode_ids, read_blocks
+from streamrl.executor.tokens import encode_ids, read_blocks
 
 VOCABULARY = 20
+OBSERVED = 2
+"""Every token of an observation; no policy samples it."""
 
 
 class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,8 @@ class ScriptedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 1_000_000
     max_prompt_tokens: int = 1_000_000
     save_time: float = 5.0
+    may_be_cut: bool = False
+    """Whether limits may cut off the last turn of an episode."""
     generation_time: float | None = None
     """Seconds that a replica takes for each output; None where chance says, as of all that it does."""
     cache_tokens: int | None = None
@@ -150,7 +155,7 @@ class ScriptedEngine:
         self._check_alive()
         run, (rollout, *prefix) = next(self._names), tokens
         fails = self._random.random() < self._config.failure_rate
-        rest = tokens_of(rollout)[len(prefix) :][:max_new_tokens]
+        rest = rest_of(rollout, prefix)[:max_new_tokens]
         own = self._config.generation_time
         duration = self._some_time() if own is None else own
         work = asyncio.create_task(self._work(run, duration, fails))
@@ -237,12 +242,12 @@ class ScriptedTrainer(TrainerRole):
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:
         async with self._work():
-            check_tokens(samples)
+            check_tokens(samples, may_be_cut=self._config.may_be_cut)
             return {}
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
         async with self._work():
-            check_tokens(samples)
+            check_tokens(samples, may_be_cut=self._config.may_be_cut)
             self._num_trained += len(samples)
             return {}
 
@@ -309,20 +314,37 @@ class ScriptedRewardModel(RewardRole):
         pass
 
 
-def check_tokens(samples: list[Sample]) -> None:
-    """Raise where samples have other tokens than their rollouts were made of."""
+def check_tokens(samples: list[Sample], *, may_be_cut: bool = False) -> None:
+    """Raise where samples have other tokens than their rollouts were made of; a last turn may be cut off."""
     for sample in samples:
-        tokens, logprobs = read_blocks(sample.output)
-        if (tokens.tolist(), {*logprobs.tolist()}) != (tokens_of(sample.rollout), {-1.0}):
-            raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
-        if sample.segments != (TokenSegment(len(tokens), is_policy=True),):
+        tokens, logprobs = (each.tolist() for each in read_blocks(sample.output))
+        turn = start = 0
+        for segment in sample.segments:
+            part = slice(start, start := start + segment.num_tokens)
+            expected, logprob = [OBSERVED] * segment.num_tokens, 0.0
+            if segment.is_policy:
+                expected, logprob, turn = tokens_of(sample.rollout, turn), -1.0, turn + 1
+                if may_be_cut and start == len(tokens):
+                    expected = expected[: segment.num_tokens]
+            if (tokens[part], {*logprobs[part]}) != (expected, {logprob}):
+                raise ValueError(f"rollout {sample.rollout} comes with the tokens of another")
+        if start != len(tokens) or not sample.segments[-1].is_policy:
             raise ValueError(f"rollout {sample.rollout}: {sample.segments}")
 
 
-def tokens_of(rollout: int) -> list[int]:
-    """Return the output of a rollout: the same whoever generates it, and whenever."""
-    source = random.Random(rollout)
+def tokens_of(rollout: int, turn: int = 0) -> list[int]:
+    """Return the tokens of a turn of a rollout: the same whoever generates it, and whenever."""
+    source = random.Random(rollout if not turn else f"{rollout} {turn}")
     return [source.randrange(3, VOCABULARY) for _ in range(source.randrange(2, 9))]
+
+
+def rest_of(rollout: int, prefix: list[int]) -> list[int]:
+    """Return what follows the first turns of a rollout, observations between them and the start of a turn."""
+    turn, begun = 0, 0
+    for before, token in pairwise([OBSERVED, *prefix]):
+        turn += token == OBSERVED != before
+        begun = 0 if token == OBSERVED else begun + 1
+    return tokens_of(rollout, turn)[begun:]
 
 
 def text_of(tokens: list[int]) -> str:

@@ -21,7 +21,8 @@ The data flow of one action:
 - `session.py`: one environment in its worker process, seen from the controller.
 - `host.py`: the process that imports the class once and forks a sandboxed worker for each episode.
 - `observation_tokens.py`: token ids of observations, by the model's chat template.
-- `tool_calls.py`: find tool calls in a turn. `tools.py`: the environment that executes them.
+- `tool_calls.py`: find tool calls in a turn. `tools.py`: the environment that executes them. `mcp_client.py`: tools of
+  MCP servers.
 
 Token in, token out: a turn is trained on as sampled. Its text is decoded for the environment and never tokenized again.
 Each observation is tokenized once, when it arrives, and appended to the context.

@@ -6,7 +6,6 @@ texts are decoded from the sampled tokens. Rewards of repeated actions replace t
 
 from __future__ import annotations
 
-
 from math import fsum
 
 from streamrl.engine.messages import Act, Close, Observed

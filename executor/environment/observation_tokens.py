@@ -1,10 +1,10 @@
-"""Make the token ids of observations: the text that the model's chat template puts between two turns of the policy.
+r"""Make the token ids of observations: the text that the model's chat template puts between two turns of the policy.
 
 The turns themselves are never tokenized again. To find the text between turns, the template renders a short chat in
 which the policy's turn is a marker. The text after the marker's end-of-turn token is the observation, with the start of
 the next turn:
 
-    <|im_start|>assistant\\nMARKER<|im_end|> \\n<|im_start|>tool\\n4<|im_end|>\\n<|im_start|>assistant\\n
+    <|im_start|>assistant\nMARKER<|im_end|> \n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n
                                             └──────────────── tokens of the observation ────────────────┘
 
 Without chats an observation is a text, and its tokens follow the policy's turn directly.
@@ -112,8 +112,9 @@ class ObservationEncoder:
 def _messages(observation: str | Messages | None) -> Messages:
     if observation is None:
         return []
-    is_text = isinstance(observation, str)
-    return [{"role": "user", "content": observation}] if is_text else list(observation)
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    return observation
 
 
 def _joined(observation: str | Messages) -> str:

@@ -18,7 +18,8 @@ def find_class(implementation: str) -> Callable[..., Any]:
     """
     chosen = ENVIRONMENTS.get(implementation)
     if chosen is not None:
-        own: Any = import_object(chosen.make)
+        own = import_object(chosen.make)
+        assert callable(own), chosen.make
         return own
     named = class_of(implementation)
     if named is None:

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from streamrl.executor.environment.host import COMMAND, KILL, OPEN, Description, Options
+from streamrl.executor.environment.tool_calls import FORMATS, format_of
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.verifier.fork_server import ENVIRONMENT
 from streamrl.executor.verifier.fork_server_process import CLOSE_TIME
 from streamrl.runfile.environment_config import EnvironmentConfig
-from streamrl.runfile.errors import RunError
+from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.scorer_choice import file_of, with_file
 from streamrl.workload.prompt_records import Record
 
@@ -151,7 +152,9 @@ class EnvironmentHost:
     @property
     def pid(self) -> int | None:
         """Process id of the host; None if it does not run."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+        return (
+            None if self._process is None or self._process.poll() is not None else self._process.pid
+        )
 
     async def describe(self) -> list[dict[str, Any]]:
         """Return the schemas of the tools of the environment's class.
@@ -180,7 +183,13 @@ class EnvironmentHost:
         self._directory = tempfile.TemporaryDirectory(prefix="streamrl-environment-")
         with theirs, self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, *("-I", "-S", "-B"), "-c", BOOT, json.dumps(self._options(theirs))],
+                [
+                    sys.executable,
+                    *("-I", "-S", "-B"),
+                    "-c",
+                    BOOT,
+                    json.dumps(self._options(theirs)),
+                ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -203,7 +212,7 @@ class EnvironmentHost:
 
     def _options(self, connection: socket.socket) -> Options:
         config = self._config
-        limit = config.episode_time_limit
+        limit: float | None = config.episode_time_limit
         if limit is None and config.action_time_limit is not None:
             limit = config.action_time_limit * config.max_turns
         return {
@@ -252,6 +261,22 @@ class EnvironmentHost:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._directory.cleanup()
+
+
+def with_tool_format(config: EnvironmentConfig, tokenizer: Any) -> EnvironmentConfig:
+    """Return the config with the format of tool calls that the model's chat template describes, if it needs one.
+
+    Raises:
+        RunError: the chat template describes none.
+    """
+    if not config.tools or config.tool_format != "auto":
+        return config
+    found = format_of(getattr(tokenizer, "chat_template", None))
+    if found is None:
+        key, names = "environment.tool_format", [*FORMATS]
+        text = f"{key}: the model's chat template describes no tool calls; set the format: {', '.join(names)}"
+        raise RunError(key, "auto", OneOf(names), text)
+    return msgspec.structs.replace(config, tool_format=found)
 
 
 def _read_line(connection: socket.socket) -> bytes:

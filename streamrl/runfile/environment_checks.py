@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from streamrl.runfile.distribution_words import read_distribution
-from streamrl.runfile.environment_choice import ENVIRONMENTS, class_of
+from streamrl.runfile.environment_choice import ENVIRONMENTS, MCP, class_of
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -73,6 +73,9 @@ def _check_implementation(config: EnvironmentConfig) -> None:
     if config.tools and not has_tools:
         text = f'environment.tools is only for {key} = "tools"; a class has its tools itself: remove the key'
         raise RunError("environment.tools", list(config.tools), text=text, others=(key,))
+    if config.sandbox and any(each.startswith(MCP) for each in config.tools):
+        text = "environment.sandbox must be false for tools of MCP servers, which are processes or remote"
+        raise RunError("environment.sandbox", True, OneOf([False]), text)
     for argument in () if chosen is None else chosen.needs:
         if argument not in config.arguments:
             text = f"environment.arguments.{argument} is missing: {key} {name!r} needs it"

@@ -10,7 +10,7 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.units import Duration, Size
 
 LossRecovery = Literal["restart", "replay"]
-ToolFormat = Literal["auto", "hermes", "llama", "mistral"]
+ToolFormat = Literal["auto", "hermes", "xml", "llama", "mistral"]
 
 
 class EnvironmentConfig(Section, frozen=True, kw_only=True):
@@ -57,8 +57,9 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """
     tool_format: ToolFormat = "auto"
     """Executed: how the policy writes tool calls. hermes: JSON between <tool_call> and </tool_call>, as
-    Qwen does. llama: a JSON object with name and parameters. mistral: a JSON list after
-    [TOOL_CALLS]. auto: the one that the model's chat template names.
+    Qwen3 does. xml: <function=NAME> with <parameter=KEY> between these tags, as Qwen3-Coder does.
+    llama: a JSON object with name and parameters. mistral: a JSON list after [TOOL_CALLS]. auto: the
+    one of the model's chat template.
     """
     sandbox: bool = True
     """Executed: whether the environment runs without network, subprocesses and files of yours. With

@@ -47,6 +47,9 @@ EXAMPLES: dict[type, str] = {Bandwidth: '"80 Gbps"', Duration: '"30 min"', Size:
 OF_NAMES: dict[str, str] = {
     "stop": '["</answer>"]',
     "top_k": "20",
+    "implementation": '"python:game.py:Game"',
+    "arguments": "{ max_attempts = 3 }",
+    "tools": '["python:tools.py:search"]',
     "template_arguments": "{ enable_thinking = false }",
     "path": '"models/Qwen3-8B"',
     "gpu": '"h100"',

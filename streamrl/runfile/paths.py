@@ -43,7 +43,10 @@ def paths_of(run: Run) -> dict[str, str]:
         *map(run.verifier.key, range(len(run.verifier.rewards))),
         *_model_keys(run.verifier),
         f"environment{IMPLEMENTATION}",
-        *(f"{TOOLS}{place}" for place in range(len(run.environment.tools if run.environment else ()))),
+        *(
+            f"{TOOLS}{place}"
+            for place in range(len(run.environment.tools if run.environment else ()))
+        ),
     ]
     found = {key: _path_in(key, _value(run, key)) for key in keys}
     lengths = run.workload.lengths

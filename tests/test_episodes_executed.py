@@ -1,0 +1,257 @@
+"""Executed episodes: environments in processes of their own, the tokens that are trained on, losses and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamrl.engine.messages import Act, Event, Failed, Observed, Verified
+from streamrl.engine.state import State
+from streamrl.engine.trace import Trace, replay
+from streamrl.executor.buffer import BufferedRollout
+from streamrl.executor.environment.session import (
+    EnvironmentFaultError,
+    EnvironmentHost,
+    Session,
+)
+from streamrl.executor.launchers.handles import WorkerLostError
+from streamrl.executor.world import RealWorld
+from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
+from tests.runs import of
+from tests.scripted import make_world
+from tests.scripted_roles import tokens_of
+from tests.test_execute import real_run
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+GAME = f"python:{Path(__file__).parent / 'turn_game.py'}:"
+Look = Callable[[RealWorld, Event], None]
+
+
+def episode_run(directory: Path, **changes: Any) -> Run:
+    """Return a run whose episodes have up to four turns; keys of the environment begin with `env__`."""
+    table = {"implementation": f"{GAME}Summing", "max_turns": 4, "max_context": 4096}
+    for key in [key for key in changes if key.startswith("env__")]:
+        table[key.removeprefix("env__")] = changes.pop(key)
+    changes = {"verifier__scorer": None, "rollout__max_tokens": 256, **changes}
+    return real_run(directory, environment=table, **changes)
+
+
+def executed(run: Run, look: Look = lambda world, event: None, **options: Any) -> Trace:
+    """Execute a run with scripted roles; `look` sees each event."""
+    resume, tokens = options.pop("resume", False), options.pop("tokens", None)
+    if tokens is not None:
+        tokens.mkdir(exist_ok=True)
+
+    async def go() -> Trace:
+        def watch(event: Event, state: State, now: float) -> None:
+            look(world, event)
+
+        roles = {"fastest": 0.0, "slowest": 0.01, **options}
+        world: RealWorld = make_world(run, roles, resume, watch=watch, tokens=tokens)
+        with contextlib.closing(world._directory):
+            return await world.run()
+
+    return asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+def rewards_of(trace: Trace) -> dict[int, float]:
+    return {e.event.rollout: e.event.reward for e in trace.entries if isinstance(e.event, Verified)}
+
+
+def sum_of(rollout: int, num_turns: int = 3) -> int:
+    """Return the reward of an episode whose environment heard each turn once."""
+    return sum(sum(tokens_of(rollout, turn)) for turn in range(num_turns))
+
+
+def check_books(trace: Trace) -> None:
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+    for rollout, reward in rewards_of(trace).items():
+        assert reward == sum_of(rollout)
+
+
+def test_what_is_trained_on_is_what_was_sampled_and_the_environment_hears_each_turn(
+    tmp_path: Path,
+) -> None:
+    """Scripted trainers refuse samples with other tokens, or other masks, than those of turns and observations."""
+    run = episode_run(tmp_path, env__arguments={"first": "begin"})
+    trace = executed(run)
+    check_books(trace)
+    answers = [e.event for e in trace.entries if isinstance(e.event, Observed)]
+    starts = [e for e in trace.entries for c in of(Act, e.commands) if c.starts and not c.turn]
+    assert starts and {each.tokens for each in answers if each.is_over} == {0}
+    assert {each.tokens for each in answers} == {0, 1, 2, 3, 5}
+
+
+def kill_environments(world: RealWorld) -> None:
+    """Kill the worker process of each open environment."""
+    assert world._episodes is not None
+    pid = world._episodes._host.pid
+    for child in psutil.Process(pid).children() if pid is not None else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def kill_host(world: RealWorld) -> None:
+    """Kill the process that forks environments, and with it all of them."""
+    assert world._episodes is not None
+    if (pid := world._episodes._host.pid) is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_replica(world: RealWorld) -> None:
+    replicas: Any = world._launcher.replicas  # type: ignore[attr-defined]
+    replicas[min(replicas)].kill("was killed by a test")
+
+
+def kill_trainer(world: RealWorld) -> None:
+    world._launcher.trainers[-1].kill("was killed by a test")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kill", "after_loss"),
+    [
+        (kill_environments, "replay"),
+        (kill_host, "restart"),
+        (kill_replica, "replay"),
+        (kill_trainer, "restart"),
+    ],
+)
+def test_a_role_killed_in_mid_episode_loses_and_doubles_nothing(
+    tmp_path: Path, kill: Callable[[RealWorld], None], after_loss: str
+) -> None:
+    run = episode_run(tmp_path, env__after_loss=after_loss, execute__checkpoint_every=1)
+    moments = set(random.Random(f"{kill.__name__} {after_loss}").sample(range(20, 120), 3))
+    seen = 0
+
+    def look(world: RealWorld, event: Event) -> None:
+        nonlocal seen
+        seen += 1
+        if seen in moments:
+            kill(world)
+
+    trace = executed(run, look)
+    check_books(trace)
+    assert seen > max(moments)
+    failed = [e.event.command for e in trace.entries if isinstance(e.event, Failed)]
+    assert kill is not kill_environments or of(Act, failed)
+
+
+@pytest.mark.parametrize("after_loss", ["restart", "replay"])
+def test_a_killed_driver_resumes_in_mid_episode(tmp_path: Path, after_loss: str) -> None:
+    run = episode_run(tmp_path, env__after_loss=after_loss, execute__checkpoint_every=1)
+
+    class DeathError(Exception):
+        pass
+
+    def die(world: RealWorld, event: Event) -> None:
+        saved = world._directory.checkpoints.newest()
+        if not isinstance(event, Observed) or saved is None or event.rollout not in known(world):
+            return
+        buffered = known(world)[event.rollout]
+        if (
+            buffered.num_answered
+            and not event.is_over
+            and buffered.versions[-1][0] <= saved.version
+        ):
+            world._buffer.keep_files()
+            raise DeathError
+
+    def known(world: RealWorld) -> dict[int, BufferedRollout]:
+        return world._buffer.rollouts
+
+    tokens = tmp_path / "run" / "tokens"
+    tokens.mkdir(parents=True)
+    with pytest.raises(DeathError):
+        executed(run, die, tokens=tokens)
+    trace = executed(run, tokens=tokens, resume=True)
+    check_books(trace)
+    kept = [k for e in trace.entries for g in getattr(e.event, "groups", ()) for k in g.turns]
+    assert any(each.answered for each in kept) == (after_loss == "replay")
+
+
+def test_a_faulty_environment_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    small = {"policies__max_attempts": 1, "algorithm__prompts_per_step": 1, "algorithm__steps": 1}
+    run = episode_run(tmp_path, env__arguments={"faulty": True}, **small)
+    with pytest.raises(RuntimeError, match="LookupError: nothing is here"):
+        executed(run)
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+
+def test_an_episode_ends_at_its_turns_its_tokens_its_context_and_its_time(tmp_path: Path) -> None:
+    ends = {
+        "turns": ({"env__max_turns": 2}, 2),
+        "time": ({"env__episode_time_limit": "1 ms"}, None),
+        "tokens": ({"rollout__max_tokens": 9}, None),
+        "context": ({"env__max_context": 60, "workload__max_prompt_tokens": 40}, None),
+    }
+    for name, (changes, num_turns) in ends.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        run = episode_run(directory, env__arguments={"turns": 9}, algorithm__steps=1, **changes)
+        trace = executed(run, may_be_cut=True)
+        check_every_rollout_is_accounted_for(trace)
+        assert replay(trace) is None
+        if num_turns is not None:  # the environment judges the turn that it does not answer
+            for rollout, reward in rewards_of(trace).items():
+                assert reward == sum_of(rollout, num_turns)
+
+
+CONFIG = EnvironmentConfig(max_turns=4, max_context=100, implementation=f"{GAME}Odd")
+
+
+def odd(*actions: str, limit: float | None = 0.1, config: EnvironmentConfig = CONFIG) -> list[Any]:
+    """Return the answers of the environment to some actions, each in a session of its own."""
+
+    async def go() -> list[Any]:
+        host = EnvironmentHost(config)
+        try:
+            return [await ask(host, action) for action in actions]
+        finally:
+            host.close()
+
+    async def ask(host: EnvironmentHost, action: str) -> Any:
+        session = Session(host)
+        assert await session.reset({"prompt": "p"}) == [{"role": "user", "content": "p"}]
+        try:
+            return await session.step(action, limit)
+        except (EnvironmentFaultError, WorkerLostError) as error:
+            return str(error)
+
+    return asyncio.run(go())
+
+
+def test_an_action_is_limited_and_a_bad_answer_is_a_fault_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.executor.environment.session.END_TIME", 0.5)
+    slept, hung, left, eaten, opened, infinite, number, told = odd(
+        *("sleep", "hang", "exit", "eat", "open", "infinite", "number", "hello")
+    )
+    assert slept.timed_out and not slept.done and "more than 0.1 s" in slept.observation
+    assert hung.timed_out and hung.done
+    assert left == "the process of the environment has ended"
+    assert "more memory" in eaten.observation and not eaten.done
+    assert opened.startswith("PermissionError")
+    assert infinite == "ValueError: a reward must be a finite number, got inf"
+    assert "observation" in number
+    assert (told.observation, told.reward, told.done) == ("hello", 1.0, False)
+
+
+def test_a_class_that_cannot_be_used_is_refused_with_its_key() -> None:
+    config = EnvironmentConfig(max_turns=4, max_context=100, implementation=f"{GAME}Missing")
+    with pytest.raises(ValueError, match=r"environment\.implementation .* has no function Missing"):
+        asyncio.run(EnvironmentHost(config).describe())

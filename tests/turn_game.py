@@ -1,0 +1,56 @@
+"""An environment for tests: it sums what it is told, turn by turn."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Summing:
+    """Gives the sum of the numbers of each turn as its reward; the observation depends on all turns before."""
+
+    def __init__(self, turns: int = 3, first: str = "", faulty: bool = False) -> None:
+        self._turns = turns
+        self._first = first
+        self._faulty = faulty
+        self._sums: list[int] = []
+
+    def reset(self, task: dict[str, Any]) -> str | None:
+        return self._first or None
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if self._faulty:
+            raise LookupError("nothing is here")
+        self._sums.append(sum(map(int, action.split())))
+        return "o" * (1 + sum(self._sums) % 3), self._sums[-1], len(self._sums) == self._turns
+
+
+class Odd:
+    """Does what the action says."""
+
+    def reset(self, task: dict[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": task["prompt"]}]
+
+    def step(self, action: str) -> tuple[object, object, object]:
+        match action:
+            case "sleep":
+                time.sleep(60)
+            case "hang":
+                while True:
+                    try:
+                        time.sleep(60)
+                    except BaseException:
+                        continue
+            case "exit":
+                os._exit(3)
+            case "eat":
+                return "x" * (1 << 31), 0.0, False
+            case "open":
+                return Path("/etc/passwd").read_text(), 0.0, False
+            case "infinite":
+                return "", float("inf"), False
+            case "number":
+                return 5, 0.0, False
+        return action, 1, False
