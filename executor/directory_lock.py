@@ -86,10 +86,3 @@ def is_abandoned(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically: a concurrent reader sees all of the old data or all of the new."""
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_bytes(data)
-    partial.rename(path)

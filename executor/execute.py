@@ -395,6 +395,7 @@ async def _execute_in(
                 keeps_entries=False,
                 decode=decode,
                 leg=directory.leg,
+                run_id=directory.run_id,
                 tell=listen,
             ),
             build_engine(run),

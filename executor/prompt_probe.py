@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.runfile.result_files import replacing
+
 Floats = npt.NDArray[np.float64]
 
 DEPTH = 2 / 3
@@ -143,7 +145,7 @@ ARRAYS = ("means", "spreads", "weights")
 def write_probe(path: Path, probe: PromptProbe) -> None:
     """Write a probe as numpy arrays, which cannot contain code."""
     arrays = {name: getattr(probe, name) for name in ARRAYS}
-    with path.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         np.savez_compressed(
             file, probe_of=np.array(probe.model), intercept=np.array(probe.intercept), **arrays
         )

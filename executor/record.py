@@ -30,6 +30,7 @@ import logging
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position, TrainerRecord
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
+from streamrl.record.chrome_trace import CHROME_TRACE
 from streamrl.record.restarts import (
     KEPT_BY_A_RESUME,
     earlier_trace_numbers,
@@ -52,6 +54,7 @@ from streamrl.record.run_directory import (
     ROLLED_BACK_TO,
     ROLLOUTS,
     RUN,
+    RUN_ID,
     SAMPLES,
     TRACE,
     keep_inputs,
@@ -61,6 +64,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
 from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
+from streamrl.runfile.result_files import listed_run_id, write_file, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +111,8 @@ class RunDirectory(TrainerRecord):
         self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
+        self.run_id = ""
+        """The id of the run, the same after a resume."""
         self.changes: dict[str, str] = {}
         """Keys that changed since the last restart, each with both values."""
         self.damaged: list[str] = []
@@ -125,7 +131,10 @@ class RunDirectory(TrainerRecord):
         if checkpoint is not None:
             self._check_trace_has(checkpoint.version)
         self._rename_old_trace()
-        (self.path / RUN).write_bytes(encode_run(run))
+        self.run_id = (listed_run_id(self.path / TRACE) if resume else "") or token_hex(8)
+        grown = dict.fromkeys((RUN, METRICS, ROLLOUTS, SAMPLES, CHROME_TRACE, TRACE))
+        write_results(self.path, grown, self.run_id)
+        write_file(self.path / RUN, encode_run(run))
         if not resume:
             (self.path / ATTACHED).unlink(missing_ok=True)
         keep_inputs(paths_of(run), self.path)
@@ -178,7 +187,7 @@ class RunDirectory(TrainerRecord):
 
     def write_step(self, figures: Mapping[str, object]) -> None:
         """Add a line to metrics.jsonl, and pass it to the trackers if it is a step."""
-        self._metrics.write(json.dumps(figures).encode() + b"\n")
+        self._metrics.write(json.dumps({**figures, RUN_ID: self.run_id}).encode() + b"\n")
         self._take(figures)
         step = figures.get("step")
         if isinstance(step, int):
@@ -191,7 +200,8 @@ class RunDirectory(TrainerRecord):
         if self._samples is None:
             return
         try:
-            self._samples.write(msgspec.json.encode(make()) + b"\n")
+            sample = {**msgspec.to_builtins(make()), RUN_ID: self.run_id}
+            self._samples.write(msgspec.json.encode(sample) + b"\n")
         except Exception as error:
             self._samples = None
             what = f"{self.path / SAMPLES} is no longer written: {type(error).__name__}: {error}"
@@ -212,6 +222,7 @@ class RunDirectory(TrainerRecord):
             **({"rewards": buffered.scores} if buffered.scores else {}),
             **({} if buffered.fault is None else {"verifier": buffered.fault}),
             **facts,
+            RUN_ID: self.run_id,
         }
         self._rollouts.write(msgspec.json.encode(line) + b"\n")
 
@@ -273,7 +284,7 @@ class RunDirectory(TrainerRecord):
         mark = {ROLLED_BACK_TO: at.version, "leg": self.leg}
         self.write_step({**mark, **({"damaged": self.damaged} if self.damaged else {})})
         prompts = {"groups_done": at.groups_done, "done_ahead": at.done_ahead}
-        self._rollouts.write(msgspec.json.encode({**mark, **prompts}) + b"\n")
+        self._rollouts.write(msgspec.json.encode({**mark, **prompts, RUN_ID: self.run_id}) + b"\n")
 
     def _check_trace_has(self, version: int) -> None:
         """Log a warning if no trace has the event of the checkpoint; then a trace was truncated."""

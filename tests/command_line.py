@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +37,23 @@ def streamrl(*arguments: str | Path) -> Done:
         except SystemExit as end:
             status = end.code
     return Done(int(status or 0), output.getvalue(), errors.getvalue())
+
+
+SEMAPHORE = 40
+"""Bytes that a semaphore of a process pool needs, which is a file too."""
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Let no file grow beyond some bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def on_terminal(arguments: list[str], answers: list[str], columns: int = 100) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -39,6 +40,7 @@ def executed(simulated: Path, tmp_path: Path) -> Path:
     path = shutil.copytree(simulated, tmp_path / "executed")
     trace = path / "trace.jsonl"
     trace.write_text(trace.read_text().replace('"world":"simulated"', '"world":"real"', 1))
+    (path / "results.json").unlink()
     return path
 
 
@@ -197,7 +199,7 @@ def test_a_second_plan_into_one_directory_is_refused_while_the_first_writes(tmp_
     with sole_writer(tmp_path):
         done = streamrl(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"streamrl: {tmp_path} is in use by another command")
+    assert done.stderr.startswith(f"streamrl: {tmp_path} is in use by process {os.getpid()} (")
     assert done.stderr.count("\n") == 1
     assert (tmp_path / "plan.toml").read_text() == "the first one's"
     with sole_writer(tmp_path):  # it ends with the command that holds it
@@ -211,7 +213,7 @@ def test_a_second_simulation_into_one_directory_is_refused(
     with sole_writer(tmp_path):
         done = streamrl("simulate", EXAMPLE, *more, "-o", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"streamrl: {tmp_path} is in use by another command")
+    assert done.stderr.startswith(f"streamrl: {tmp_path} is in use by process {os.getpid()} (")
     assert not list(tmp_path.iterdir())
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace as replace_fields
-from errno import ENOSPC
-from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from msgspec.structs import replace
 
 from streamrl import api
 from streamrl.report.plan_report import why_lines
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run, make_run
 from streamrl.sim.planner import answers
@@ -24,7 +21,7 @@ from streamrl.sim.planner.objective import decide
 from streamrl.sim.planner.plan import FirstPlan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.workload.workload import SimulatedWorkload
-from tests.command_line import on_terminal, streamrl
+from tests.command_line import SEMAPHORE, full_disk, on_terminal, streamrl
 from tests.test_plan import SMALL as PLANNED
 from tests.test_plan import Here, few, planned
 
@@ -214,18 +211,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("command", ["init", "plan"])
-def test_a_full_disk_leaves_no_partial_file(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill_disk(run: Run, path: Path, *rest: object) -> None:
-        path.write_text("half")
-        raise OSError(ENOSPC, strerror(ENOSPC), str(path))
-
-    monkeypatch.setattr(f"streamrl.cli.{command}.write_run", fill_disk)
+def test_a_full_disk_leaves_no_partial_file(command: str, tmp_path: Path) -> None:
     words = ("init", tmp_path / "run.toml") if command == "init" else ("plan", "-o", tmp_path)
-    done = streamrl(*words, *FLAGS, "--gpus", "1xH100@2", "--set", "plan.time_limit=1 s")
-    assert done.returncode == 1 and "No space left on device" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    older = tmp_path / "older.json"
+    older.write_text("older")
+    with full_disk(SEMAPHORE):
+        done = streamrl(*words, *FLAGS, "--gpus", "1xH100@2", "--set", "plan.time_limit=1 s")
+    assert done.returncode == 1 and "File too large" in done.stderr
+    assert f"streamrl: {tmp_path}/" in done.stderr
+    assert list(tmp_path.iterdir()) == [older] and older.read_text() == "older"
 
 
 def test_init_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_what_a_resume_takes_back_is_marked_and_what_was_cut_short_is_gone(tmp_p
     execute(run, resume=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [line.get("step") for line in lines] == [1, 2, 3, None, 3, 4, 5, 6]
-    assert lines[3] == {"rolled_back_to": 2, "leg": 2}
+    assert lines[3] == {"rolled_back_to": 2, "leg": 2, "run": lines[0]["run"]}
     mark = json.loads(
         next(line for line in (tmp_path / "run" / "rollouts.jsonl").open() if "leg" in line)
     )

@@ -286,6 +286,7 @@ def test_the_command_sweeps_and_prints_what_scripts_rely_on(tmp_path: Path) -> N
     assert len(found["refused"]) == 2 and list(found["findings"]) == ["goodput"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "goodput.png",
+        "results.json",
         "study.csv",
         "study.json",
     ]

@@ -20,10 +20,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from streamrl.executor.directory_lock import LOCK, is_abandoned, replace_file
+from streamrl.executor.directory_lock import LOCK, is_abandoned
 from streamrl.record.run_directory import ATTACHED, CONTROL, RUN
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import with_secondary_trainer
+from streamrl.runfile.result_files import write_file
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ def read_attached(directory: Path) -> Attached:
 
 def write_attached(directory: Path, attached: Attached) -> None:
     """Write attached.json atomically."""
-    replace_file(directory / ATTACHED, msgspec.json.encode(attached))
+    write_file(directory / ATTACHED, msgspec.json.encode(attached))
 
 
 def with_attached(run: Run, directory: Path) -> Run:
@@ -119,7 +120,7 @@ class ControlFiles:
 
     def answer(self, path: Path, answer: ControlAnswer) -> None:
         """Write the answer to the request at `path`."""
-        replace_file(path.with_suffix(".answer"), msgspec.json.encode(answer))
+        write_file(path.with_suffix(".answer"), msgspec.json.encode(answer))
 
 
 def ask(directory: Path, request: ControlRequest) -> str:
@@ -131,7 +132,7 @@ def ask(directory: Path, request: ControlRequest) -> str:
     """
     find_run(directory)
     name = f"{time.time_ns()}-{os.getpid()}"
-    replace_file(directory / CONTROL / f"{name}.json", msgspec.json.encode(request))
+    write_file(directory / CONTROL / f"{name}.json", msgspec.json.encode(request))
     path = directory / CONTROL / f"{name}.answer"
     while not path.exists():
         if is_abandoned(directory):

@@ -13,7 +13,6 @@ from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint, Position
-from streamrl.executor.directory_lock import replace_file
 from streamrl.executor.launchers.launcher import Launcher
 from streamrl.executor.subscribers.attach_requests import (
     TICK,
@@ -32,6 +31,7 @@ from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import encode_run, secondary_trainer_section, with_secondary_trainer
+from streamrl.runfile.result_files import write_file
 from streamrl.targets.execute_limits import check_back_end_of
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class Membership:
         self._buffer.workload.join(run.followers)
         self._launcher.join(run.followers[-1])
         record = self._records.join(run.followers[-1].name)
-        replace_file(self._records.path / RUN, encode_run(run))
+        write_file(self._records.path / RUN, encode_run(run))
         self._trainers.join(StepSettings.of(run.as_seen_by(number)), record)
         self._buffer.join()
         self._trace.join(section)

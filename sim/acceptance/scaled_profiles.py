@@ -16,6 +16,7 @@ import tomli_w
 from streamrl.hardware.node_readings import NodeReading
 from streamrl.hardware.operator_tables import UNITS, Floats, Table, read_table
 from streamrl.hardware.profiles import PROFILES, Gpu, load_gpu
+from streamrl.runfile.result_files import write_file
 from streamrl.sim.acceptance.points import expected_time
 from streamrl.sim.costs.kernels import peak_of, surface_of
 
@@ -100,7 +101,7 @@ def _write_gpu(
     _divide(table, "nvlink", gpu.nvlink, of_reduce[0] if of_reduce else 1.0)
     for key, place in gpu.tables.items():
         table["tables"][key] = f"{name}/{place.partition('/')[2]}"
-    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    write_file(path, tomli_w.dumps(table))
 
 
 def _largest(slower: dict[tuple[str, str], Slowdown], kind: str, dtype: str) -> float:
@@ -120,7 +121,7 @@ def _write_training(path: Path, gpu: str, slower: dict[tuple[str, str], Slowdown
         if (rate := table[section].get(gpu)) is not None:
             rate["flops"] /= _largest(slower, "gemm", dtype)
             rate["source"] = f"{rate['source']}; {SCALED}"
-    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    write_file(path, tomli_w.dumps(table))
 
 
 def _table_files(gpu_name: str, gpu: Gpu) -> Iterator[Path]:
@@ -164,7 +165,7 @@ def _write_table(
         )
         for line, row in zip(lines[body:], cells, strict=True)
     )
-    path.write_text("\n".join([*lines[:body], *rows]) + "\n", encoding="utf-8")
+    write_file(path, "\n".join([*lines[:body], *rows]) + "\n")
 
 
 def _head(line: str, gpu: str) -> str:

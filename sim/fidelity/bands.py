@@ -42,6 +42,7 @@ from streamrl.hardware.step_errors import (
 )
 from streamrl.hardware.tiers import Tier
 from streamrl.record.band import StepBasis, model_error_of
+from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.published_rows import Row, middle
 
 RESIDUALS = "fidelity-residuals.csv"
@@ -354,7 +355,7 @@ def _grouped(
 
 def write_residuals(residuals: Sequence[Residual], path: Path) -> None:
     """Write residuals as a CSV table."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, Residual.__struct_fields__, lineterminator="\n")
         table.writeheader()
         table.writerows(msgspec.structs.asdict(each) for each in residuals)

@@ -20,6 +20,7 @@ import msgspec
 
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
+from streamrl.runfile.result_files import write_file
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.costs.training.training import rates_of
 from streamrl.sim.fidelity.published_rows import publisher
@@ -366,4 +367,4 @@ def _group(constant: Constant) -> str:
 
 def write_constants(folder: Path) -> None:
     """Write the page to a directory."""
-    (folder / PAGE).write_text("\n".join(page_lines()) + "\n", encoding="utf-8")
+    write_file(folder / PAGE, "\n".join(page_lines()) + "\n")

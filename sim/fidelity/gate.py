@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.published_rows import Row, Summary, grouped, summarise
 
 PARTITIONS = "fidelity-partitions.csv"
@@ -57,7 +58,7 @@ def partitions_of(sets: Mapping[str, Sequence[Row]]) -> Partitions:
 
 def write_partitions(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
     """Write the errors by partition as a CSV table."""
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS)
         for (name, group), found in partitions_of(sets).items():

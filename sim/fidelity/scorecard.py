@@ -17,6 +17,7 @@ import numpy as np
 from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.step_errors import StepErrors
 from streamrl.record.band import model_error_of
+from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.bands import COVERAGE, derive, residuals_of
 from streamrl.sim.fidelity.published_rows import (
     Evidence,
@@ -335,7 +336,7 @@ def write_history(
         with path.open(encoding="utf-8") as file:
             lines = [one for one in csv.DictReader(file) if one["commit"] != line["commit"]]
     names = list(dict.fromkeys(key for one in (*lines, line) for key in one))
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, names, lineterminator="\n")
         table.writeheader()
         table.writerows([*lines, line])

@@ -16,6 +16,7 @@ from streamrl.runfile.formatting import format_step_time, listing, long_dollars,
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.policies_config import SystemName
+from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import SECONDS_PER_HOUR
 from streamrl.targets.verdicts import Verdict
@@ -653,16 +654,21 @@ def read_taken(directory: Path) -> PlanOption | None:
 
 def write_plan(plan: Plan, directory: Path | str) -> None:
     """Write plan.json."""
-    data = msgspec.json.format(msgspec.json.encode(plan), indent=2)
-    (Path(directory) / PLAN_JSON).write_bytes(data + b"\n")
+    write_results(Path(directory), {PLAN_JSON: plan_data(plan)})
+
+
+def plan_data(plan: Plan) -> bytes:
+    """Return the bytes of plan.json."""
+    return msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"
 
 
 def read_plan(path: Path | str) -> Plan:
     """Read a plan that `write_plan` wrote.
 
     Raises:
-        ValueError: the file is missing or is not a plan.
+        ValueError: the file is missing or is not a plan, or its directory mixes the results of two commands.
     """
+    check_results(Path(path))
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
     except (OSError, msgspec.MsgspecError) as error:

@@ -30,6 +30,7 @@ from streamrl.report.calibration_table import calibration_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from streamrl.runfile.policies_config import SystemName
+from streamrl.runfile.result_files import write_file
 from streamrl.sim.calibration.calibrate import (
     HELD_OUT,
     Calibrated,
@@ -90,8 +91,7 @@ def calibrate(
         raise ValueError(f"{measured}: nothing can be fitted to it; {'; '.join(found.notes)}")
     text = write_calibration(found.calibration)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
+        write_file(output, text)
     if as_json:
         print_json({**msgspec.to_builtins(found.calibration), "notes": found.notes})
         return

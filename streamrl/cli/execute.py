@@ -34,9 +34,10 @@ from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import measure
 from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_directory import TRACE, with_kept_inputs
-from streamrl.report.figures import write_views
+from streamrl.report.figures import views_of
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.files import load_run
+from streamrl.runfile.result_files import write_results
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def execute(
     metrics = replace(measure(trace), ledger=ledger)
     if not _is_large(output):
         try:
-            write_views(trace, output)
+            write_results(output, views_of(trace), trace.run_id)
         except OSError as error:  # the run is complete; its pictures are optional
             logger.warning(f"some pictures of the run could not be written: {error}")
     if as_json:
@@ -118,7 +119,7 @@ def _log_remains(output: Path) -> None:
         typer.echo(ledger_line(ledger_of_run(trace, output)), err=True)
         if not _is_large(output):
             with suppress(OSError, ValueError):  # the original error of the run matters more
-                write_views(trace, output)
+                write_results(output, views_of(trace), trace.run_id)
         look = shlex.join(["streamrl", "report", str(output)])
         typer.echo(f"what it did and learned: {look}", err=True)
 

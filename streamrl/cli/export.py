@@ -12,6 +12,7 @@ from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_js
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import export_name
 from streamrl.runfile.files import load_run
+from streamrl.runfile.result_files import write_file
 from streamrl.runfile.simulation_config import FrameworkName
 
 
@@ -53,8 +54,7 @@ def export(
         claim_script(output, force=force)
     script = launch_script(find_arguments(run, export_name(*name)))
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(script, encoding="utf-8")
+        write_file(output, script)
     if as_json:
         print_json({"framework": name[0], "script": script, "file": output and str(output)})
     elif output is None:

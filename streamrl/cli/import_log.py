@@ -38,6 +38,7 @@ from streamrl.logs.recorded_rollouts import (
     write_lengths,
     write_prompts,
 )
+from streamrl.runfile.result_files import write_results
 from streamrl.runfile.workload_config import HUB
 from streamrl.sim.calibration.calibrate import measured_steps
 from streamrl.workload.data_files import read_csv
@@ -116,9 +117,7 @@ def import_log(
         fragment, kind, notes = replay_steps(steps, shape), steps.framework, steps.notes
         files[STEPS] = write_steps(steps.steps, steps.source)
     files[WORKLOAD] = fragment.text
-    output.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (output / name).write_text(text, encoding="utf-8")
+    write_results(output, files)
     if as_json:
         print_json({"format": kind, **fragment.facts, "files": sorted(files), "notes": notes})
         return

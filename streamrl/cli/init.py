@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import Overrides, claim_file, removing_partial, stdout_console
-from streamrl.runfile.files import write_run
+from streamrl.cli.shared import Overrides, claim_file, stdout_console
+from streamrl.runfile.result_files import write_file
 
 if TYPE_CHECKING:
     from streamrl.sim.planner.first_answer import FirstAnswer, Question
@@ -235,6 +235,7 @@ def init(
 
     Example: streamrl init run.toml --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
     """
+    from streamrl.runfile.files import run_text
     from streamrl.sim.planner.answers import (
         check_answers,
         estimate,
@@ -253,10 +254,8 @@ def init(
     question = question_of(stated)
     run = run_of(question, overrides or ())
     answer = estimate(run)
-    run_file.parent.mkdir(parents=True, exist_ok=True)
-    with removing_partial(run_file):
-        write_run(answer.run, run_file, _notes(question, answer.recommended.choice))
-        run_file.write_text(_commented(run_file.read_text(encoding="utf-8")), encoding="utf-8")
+    text = run_text(answer.run, run_file, _notes(question, answer.recommended.choice))
+    write_file(run_file, _commented(text))
     print_first_answer(answer, question, stated)
     typer.echo(f"written to {run_file}; next:")
     typer.echo(f"  streamrl plan {run_file} -o DIR    # compare plans by simulation")

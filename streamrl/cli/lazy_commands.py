@@ -6,6 +6,7 @@ import gc
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pkgutil import resolve_name
@@ -23,6 +24,8 @@ TAG = re.compile(r"\[[a-z#/@][^[]*?\]")
 """Text that rich reads as a tag (`rich.markup.escape`, which is too slow to import for every command)."""
 EXAMPLE = "Example: "
 """Begin of a line of help that stands below the options, where a user sees it last."""
+UNTIL_END = ExitStack()
+"""What a command holds until it ends, such as the locks on the files that it will write."""
 OUTPUT = "Output"
 """Panel of the options that say what a command prints and writes."""
 CommandTable: TypeAlias = dict[str, tuple[str, str]]

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from streamrl import __version__
-from streamrl.cli.lazy_commands import CommandTable, LazyGroup
+from streamrl.cli.lazy_commands import UNTIL_END, CommandTable, LazyGroup
 from streamrl.cli.log_output import log_to_stderr
 
 STDERR = 2
@@ -178,7 +178,7 @@ def main() -> None:
                 errors="replace"
             )  # a character that the terminal cannot show is not an error
     try:
-        with log_to_stderr():
+        with log_to_stderr(), UNTIL_END:
             app(prog_name="streamrl")
     except ValueError as error:
         for each in (error, *getattr(error, "further", ())[:MOST_FURTHER]):

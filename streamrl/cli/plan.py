@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
@@ -37,22 +38,21 @@ from streamrl.cli.shared import (
     AsJson,
     Intervals,
     Overrides,
-    claim_directory,
     print_json,
-    removing_partial,
     sole_writer,
     stdout_console,
 )
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import ExportName, export_name
-from streamrl.record.run_directory import keep_inputs
+from streamrl.record.run_directory import read_inputs
 from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
 from streamrl.report.plan_report import head_lines, plan_report
 from streamrl.report.run_tables import headline
 from streamrl.runfile.config import Run
-from streamrl.runfile.files import load_offer, write_run
+from streamrl.runfile.files import load_offer, run_text
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.paths import check_no_directory, paths_of
+from streamrl.runfile.result_files import write_file, write_results
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.first_answer import Question
 from streamrl.sim.planner.plan import (
@@ -60,9 +60,8 @@ from streamrl.sim.planner.plan import (
     PLAN_TOML,
     Plan,
     PlanOption,
-    digest_of_file,
+    plan_data,
     read_plan,
-    write_plan,
 )
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.sim.planner.take import digest_of, take
@@ -197,7 +196,7 @@ def plan(
         if not as_json:
             _print_next(output, planned.plan, details=details)
         if other is not None and output is not None:
-            _export(planned.run, other, output, as_json=as_json)
+            _export(planned, other, output, as_json=as_json)
 
 
 def _source_of(
@@ -256,7 +255,6 @@ def _offer_of(
 
 def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:
     """Refuse to replace files of an earlier plan, before any work."""
-    claim_directory(output)
     for name in names:
         check_no_directory(output / name, "--output")
         if (output / name).exists() and not force:
@@ -265,19 +263,16 @@ def _claim(output: Path, names: Iterable[str], *, force: bool) -> None:
 
 def _write(planned: Planned, output: Path, source: str, base: Path) -> Planned:
     """Write a plan and its run file; return the plan with the digest of that file."""
-    output.mkdir(parents=True, exist_ok=True)
     plan = planned.plan
     settings = plan.allocation.settings
     notes = [f"Chosen by `streamrl plan {source}`:", *head_lines(plan)]
     if plan.taken != 1:
         option = plan.options[plan.taken - 1]
         settings, notes = option.choice.settings, list(_option_notes(option, source))
-    with removing_partial(output / PLAN_JSON, output / PLAN_TOML):
-        keep_inputs(paths_of(planned.run), output)
-        write_run(planned.run, output / PLAN_TOML, notes, settings, base)
-        digest = digest_of_file(output / PLAN_TOML)
-        written = replace(plan, run_file=digest, version=__version__)
-        write_plan(written, output)
+    text = run_text(planned.run, output / PLAN_TOML, notes, settings, base)
+    written = replace(plan, run_file=sha256(text.encode()).hexdigest(), version=__version__)
+    inputs = read_inputs(paths_of(planned.run), output)
+    write_results(output, {**inputs, PLAN_TOML: text, PLAN_JSON: plan_data(written)})
     return planned._replace(plan=written)
 
 
@@ -316,14 +311,14 @@ def _taken_text(plan: Plan) -> str:
     return f": option {plan.taken} ({', '.join(option.labels)}), {option.relation}"
 
 
-def _export(run: Run, other: ExportName, output: Path, *, as_json: bool) -> None:
+def _export(planned: Planned, other: ExportName, output: Path, *, as_json: bool) -> None:
     """Write the launch arguments of a framework next to the plan, which is already written."""
     path = output / f"{other}.sh"
     try:
-        script = launch_script(find_arguments(run, other))
+        script = launch_script(find_arguments(planned.run, other))
     except ValueError as error:
         raise RuntimeError(f"the plan was written, but {path} was not: {error}") from None
-    path.write_text(script, encoding="utf-8")
+    write_file(path, script)
     if not as_json:
         Console(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
 

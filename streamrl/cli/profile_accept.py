@@ -27,6 +27,7 @@ from streamrl.report.acceptance_table import acceptance_lines, acceptance_table
 from streamrl.runfile.files import load_run
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.result_files import write_file
 from streamrl.sim.acceptance.outlook import DecodePoint, find_outlook
 from streamrl.sim.acceptance.points import (
     PlannedLink,
@@ -134,7 +135,7 @@ def accept(
         minutes=(time.monotonic() - began_at) / 60,
     )
     if output is not None:
-        (output / RESULT).write_bytes(msgspec.json.encode(result))
+        write_file(output / RESULT, msgspec.json.encode(result))
     if as_json:
         print_json(result)
     else:

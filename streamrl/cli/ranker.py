@@ -11,6 +11,7 @@ from rich.table import Table as Grid
 
 from streamrl.cli.lazy_commands import OUTPUT, PlainCommand, PlainGroup
 from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.runfile.result_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,18 +73,15 @@ def fit(
         raise ValueError(f"{source}: a ranker is fitted to texts: name a column prompt or text")
     texts = [prompt.text or "" for prompt in known]
     lengths = np.array([np.mean(np.log(np.maximum(1, prompt.lengths))) for prompt in known])
-    try:
-        if lm is not None:
-            from streamrl.executor.prompt_probe import fit_probe, write_probe
+    if lm is not None:
+        from streamrl.executor.prompt_probe import fit_probe, write_probe
 
-            write_probe(output, fit_probe(lm, texts, lengths))
-            kind = f"a probe of {lm}"
-        else:
-            fitted = fit_text(texts, lengths, seed)
-            write_ranker(output, fitted)
-            kind = f"{fitted.kind} on {len(fitted.words):,} words and shape"
-    except OSError as error:
-        raise ValueError(f"--output {output}: cannot be written: {error.strerror}") from None
+        write_probe(output, fit_probe(lm, texts, lengths))
+        kind = f"a probe of {lm}"
+    else:
+        fitted = fit_text(texts, lengths, seed)
+        write_ranker(output, fitted)
+        kind = f"{fitted.kind} on {len(fitted.words):,} words and shape"
     if as_json:
         print_json({"ranker": str(output), "kind": kind, "prompts": len(known)})
     else:
@@ -135,10 +133,7 @@ def score(
         json.dumps({**record, "expected_tokens": max(1, round(tokens))})
         for record, tokens in zip(records, scores.tolist(), strict=True)
     )
-    try:
-        output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output {output}: cannot be written: {error.strerror}") from None
+    write_file(output, "".join(f"{line}\n" for line in lines))
     print(f"{output}: {len(records):,} prompts scored")
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.runfile.result_files import write_files
 from streamrl.sim.studies.rerun import simulate_as_recorded
 
 PAGE = "report.html"
@@ -49,12 +50,16 @@ def report(
 
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
-    found = read_report(directories)
-    page = make_page(found, simulator=simulate_as_recorded)
     target = directories[0] / PAGE if output is None else output
-    _write(target, render_html(page))
+    found = read_report(directories)
+    claim_file(target)
     if markdown is not None:
-        _write(markdown, render_markdown(page))
+        claim_file(markdown, "--markdown")
+    page = make_page(found, simulator=simulate_as_recorded)
+    texts = {target: render_html(page)}
+    if markdown is not None:
+        texts[markdown] = render_markdown(page)
+    write_files(texts)
     if as_json:
         written = {"html": str(target), "markdown": None if markdown is None else str(markdown)}
         print_json({**describe(found), **written})
@@ -63,12 +68,3 @@ def report(
         stdout_console().print(
             f"\nwritten to {target}", highlight=False, markup=False, soft_wrap=True
         )
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file; raise `ValueError` with its path on failure."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None

@@ -8,18 +8,18 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import msgspec
 import typer
 
-from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.lazy_commands import OUTPUT, UNTIL_END
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.record.ledger import Ledger, describe_faults
 from streamrl.record.run_directory import TRACE
 from streamrl.runfile.paths import check_no_directory, check_writable
+from streamrl.runfile.result_files import holder_of, is_device, locked, partial_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,10 +113,22 @@ def claim_directory(path: Path) -> None:
     check_writable(path, "--output")
 
 
-def claim_file(path: Path) -> None:
-    """Raise `ValueError` if a result could not be written to a file. Called before any work; it leaves no file."""
-    check_no_directory(path, "--output")
-    claim_directory(path.parent)
+def claim_file(path: Path, option: str = "--output") -> None:
+    """Check before any work that a result can be written to a file, and let no other command write it meanwhile.
+
+    It leaves no file if the command fails.
+
+    Raises:
+        ValueError: another command will write the file, or it cannot be written.
+    """
+    check_no_directory(path, option)
+    if is_device(path):
+        return
+    check_writable(path.parent, option)
+    partial = partial_of(path.resolve())
+    UNTIL_END.enter_context(_made(partial.parent))
+    UNTIL_END.enter_context(_locked_alone(partial, path, os.O_RDWR | os.O_CREAT))
+    UNTIL_END.callback(partial.unlink, missing_ok=True)
 
 
 @contextmanager
@@ -130,39 +142,37 @@ def sole_writer(directory: Path) -> Iterator[None]:
         ValueError: another command holds the directory, or nothing can be written there.
     """
     claim_directory(directory)
+    with _made(directory), _locked_alone(directory, directory, os.O_RDONLY):
+        yield
+
+
+@contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """Make a directory, and remove it at the end if it is new and nothing was written."""
     new = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            _lock(descriptor, directory)
         yield
     finally:
-        os.close(descriptor)
         with suppress(OSError):  # it has results
             for each in new:
                 each.rmdir()
 
 
-def _lock(descriptor: int, directory: Path) -> None:
+@contextmanager
+def _locked_alone(lock: Path, path: Path, flags: int) -> Iterator[None]:
+    """Hold a lock; raise `ValueError` with the process that holds it if there is one."""
     try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
+        held = locked(lock, flags)
+        held.__enter__()
     except BlockingIOError:
         raise ValueError(
-            f"{directory} is in use by another command that writes there; wait for it, or name another directory with --output"
+            f"{path} is in use by {holder_of(lock)}, which writes there; wait for it, or name another with --output"
         ) from None
-
-
-@contextmanager
-def removing_partial(*paths: Path) -> Iterator[None]:
-    """Remove new files if they cannot be written completely, such as on a full disk."""
-    new = [path for path in paths if not path.exists()]
     try:
         yield
-    except OSError:
-        for path in new:
-            path.unlink(missing_ok=True)
-        raise
+    finally:
+        held.__exit__(None, None, None)
 
 
 def trace_file(path: Path) -> Path:

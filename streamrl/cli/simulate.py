@@ -17,21 +17,21 @@ from streamrl.cli.shared import (
     Intervals,
     Overrides,
     check_ledger,
-    open_trace,
     print_json,
     sole_writer,
     stdout_console,
 )
-from streamrl.engine.trace import Trace
+from streamrl.engine.trace import Trace, recorded_world
 from streamrl.hardware.resolved import resolve
 from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.run_directory import TRACE, keep_inputs
+from streamrl.record.run_directory import TRACE, read_inputs
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from streamrl.runfile.paths import paths_of
+from streamrl.runfile.result_files import write_results
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
 
@@ -201,7 +201,7 @@ def _refuse_options_of_studies(options: dict[str, bool]) -> None:
 
 def refuse_real_run(output: Path) -> None:
     """Raise `ValueError` if a directory has the results of an executed run, which no simulation can restore."""
-    if (output / TRACE).exists() and open_trace(output).world == "real":
+    if (output / TRACE).exists() and recorded_world(output / TRACE) == "real":
         raise ValueError(
             f"--output {output} holds an executed run, which would be overwritten; choose another directory"
         )
@@ -223,9 +223,7 @@ def _simulate(run: Run, output: Path | None) -> Metrics:
 
 
 def _write(trace: Trace, output: Path) -> None:
-    from streamrl.report.figures import write_views
+    from streamrl.report.figures import views_of
 
-    output.mkdir(parents=True, exist_ok=True)
-    keep_inputs(paths_of(trace.run), output)
-    (output / TRACE).write_bytes(trace.encode())
-    write_views(trace, output)
+    inputs = read_inputs(paths_of(trace.run), output)
+    write_results(output, {**inputs, **views_of(trace), TRACE: trace.encode()})

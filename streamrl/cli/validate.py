@@ -25,6 +25,7 @@ from streamrl.report.fidelity import (
     slug,
     with_section,
 )
+from streamrl.runfile.result_files import write_file
 from streamrl.sim.fidelity.bands import (
     RESIDUALS,
     derive,
@@ -253,7 +254,7 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
     for title in (EXECUTED, ASYNCHRONY):
         page = with_section(page, title, section_of(before, title))
-    file.write_text(page, encoding="utf-8")
+    write_file(file, page)
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)
         write_partitions(sets, output / PARTITIONS)
@@ -266,7 +267,7 @@ def write_errors(sets: dict[str, list[Row]], output: Path) -> None:
     residuals = residuals_of([*sets[STEPS], *sets[TRAINING]])
     write_residuals(residuals, output / RESIDUALS)
     if output.resolve() == PROFILES.resolve().parent / "docs":
-        PATH.write_text(errors_text(derive(residuals)), encoding="utf-8")
+        write_file(PATH, errors_text(derive(residuals)))
         readme = output.parent / "README.md"
         page = with_scorecard(readme.read_text(encoding="utf-8"), sets)
-        readme.write_text(page, encoding="utf-8")
+        write_file(readme, page)

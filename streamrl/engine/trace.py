@@ -28,6 +28,7 @@ from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.runfile.files import decode_run, encode_run, with_secondary_trainer
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.result_files import check_results
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -256,6 +257,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     leg: int = 1
     """Number of starts and resumes of the run so far. The trace covers the time since the last one.
     """
+    run_id: str = ""
+    """The id of an executed run, which its other files have too."""
 
 
 class Divergence(NamedTuple):
@@ -279,6 +282,7 @@ class Trace:
         decode: Sequence[DecodeYield] = (),
         is_endless: bool = False,
         leg: int = 1,
+        run_id: str = "",
         tell: Callable[[Entry], None] | None = None,
     ) -> None:
         """Begin a trace.
@@ -293,6 +297,7 @@ class Trace:
             is_endless: whether the engine has no last step. A steady-state run is cut while work is running, so that it
                 has no wind-down.
             leg: number of starts and resumes of the run, this one included.
+            run_id: the id of an executed run.
             tell: called with each entry as it happens.
         """
         self.begun = run
@@ -304,6 +309,7 @@ class Trace:
         self.decode = decode
         self.is_endless = is_endless
         self.leg = leg
+        self.run_id = run_id
         self._own: list[Entry] = []
         self.entries: list[Entry] | WrittenEntries = self._own
         self.path: Path | None = None
@@ -394,6 +400,7 @@ class Trace:
             other_decodes=list(self.decode[1:]),
             is_endless=self.is_endless,
             leg=self.leg,
+            run_id=self.run_id,
         )
         return _ENCODER.encode(header) + b"\n"
 
@@ -405,13 +412,14 @@ def read_trace(path: Path | str) -> Trace:
     """Read a trace file. A last line that a crash cut short is left out; entries of a large file stay on disk.
 
     Raises:
-        ValueError: a line cannot be read; the message names file and line.
+        ValueError: a line cannot be read; the message names file and line. Or the directory mixes files of two commands.
     """
     path = Path(path)
     try:
         with path.open("rb") as file:
             header = _read_header(path, file.readline().rstrip(b"\n"))
         size = path.stat().st_size
+        check_results(path, header.run_id)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     run = _read_run(path, header)
@@ -423,6 +431,7 @@ def read_trace(path: Path | str) -> Trace:
         decode=decode,
         is_endless=header.is_endless,
         leg=header.leg,
+        run_id=header.run_id,
     )
     trace.path = path
     if size > LARGE:
@@ -435,6 +444,16 @@ def read_trace(path: Path | str) -> Trace:
     trace.entries = decode_entries(path, lines[1:])
     _enter_joined(trace, (e.event for e in trace.entries if isinstance(e.event, TrainerJoined)))
     return trace
+
+
+def recorded_world(path: Path) -> Literal["simulated", "real"]:
+    """Return where the run of a trace file was carried out; only its header is read.
+
+    Raises:
+        ValueError: the file has no header of a trace.
+    """
+    with path.open("rb") as file:
+        return _read_header(path, file.readline().rstrip(b"\n")).world
 
 
 def _enter_joined(trace: Trace, joined: Iterable[TrainerJoined]) -> None:

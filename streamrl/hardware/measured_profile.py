@@ -47,6 +47,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.policies_config import SyncMode
+from streamrl.runfile.result_files import write_file
 from streamrl.runfile.roles_config import Packing, Recompute
 
 DIGEST_LENGTH = 16  # hex digits: 64 bits, enough to exclude equal digests of different shapes
@@ -398,8 +399,7 @@ def write_measured(profile: MeasuredProfile, path: Path) -> None:
     lines = [f"{key} = {_toml(value)}" for key, value in facts.items() if key not in tables]
     for key, table in tables.items():
         lines += ["", f"[{key}]", *(f"{name} = {_toml(value)}" for name, value in table.items())]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_file(path, "\n".join(lines) + "\n")
 
 
 def _toml(value: object) -> str:

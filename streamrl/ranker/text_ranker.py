@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.runfile.result_files import replacing
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -304,7 +306,7 @@ def write_ranker(path: Path, ranker: TextRanker) -> None:
         "words": ranker.words,
     }
     text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    with path.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         np.savez_compressed(file, header=text, **arrays)  # type: ignore[arg-type]  # arrays by name
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import msgspec
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.paths import paths_of, with_paths
+from streamrl.runfile.result_files import RESULTS, listed_run_id, write_files
 
 RUN, TRACE = "run.json", "trace.jsonl"
 ATTACHED, CONTROL = "attached.json", "control"
@@ -37,6 +37,8 @@ OF_FAMILY = "/"
 """Separator in keys of metrics.jsonl that count the rollouts of a prompt family: one of `FATES`, this, the family."""
 OF_SCORER = "reward/"
 """Prefix of keys of metrics.jsonl with the mean score of one of several scorers."""
+RUN_ID = "run"
+"""Key of the id of the run in each line of metrics.jsonl, rollouts.jsonl and samples.jsonl."""
 ROLLED_BACK_TO = "rolled_back_to"
 """Key of a line that records a rollback."""
 
@@ -111,9 +113,16 @@ def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     kept: list[tuple[Counted, Line]] = []
+    run_id = listed_run_id(path)
     for number, data in enumerate(lines, start=1):
         try:
             line = msgspec.json.decode(data, type=Line)
+            own = line.pop(RUN_ID, "")
+            run_id = run_id or own
+            if own not in ("", run_id):
+                raise ValueError(
+                    f"{path} mixes two runs: line {number} is not of run {run_id}, as {RESULTS} says"
+                )
             if ROLLED_BACK_TO in line:
                 mark = msgspec.convert(line, RolledBack)
                 kept = [each for each in kept if stays(each[0], mark)]
@@ -145,11 +154,20 @@ def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
         paths: paths in the run file by key, as `paths_of` returns them.
         directory: the run directory.
     """
-    for path, kept in _input_paths(paths, directory).values():
-        for source, target in _files(path, kept):
-            if source.is_file() and not (target.exists() and source.samefile(target)):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
+    write_files({directory / name: data for name, data in read_inputs(paths, directory).items()})
+
+
+def read_inputs(paths: Mapping[str, str], directory: Path) -> dict[str, bytes]:
+    """Return the data of the input files of a run, by the paths of their copies in its directory.
+
+    Missing files, and those that are the copies, are left out.
+    """
+    return {
+        target.relative_to(directory).as_posix(): source.read_bytes()
+        for path, kept in _input_paths(paths, directory).values()
+        for source, target in _files(path, kept)
+        if source.is_file() and not (target.exists() and source.samefile(target))
+    }
 
 
 def with_kept_inputs(run: Run, directory: Path) -> Run:

@@ -30,6 +30,7 @@ from streamrl.runfile.formatting import (
     format_share,
     format_step_time,
 )
+from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.units import BITS_PER_BYTE, SECONDS_PER_HOUR
 
 Row = tuple[str, str, str, str]
@@ -325,23 +326,20 @@ def write_comparison(comparison: AgainstFile, directory: Path) -> Path:
     """Write against.json to a directory, which is created; return its path.
 
     Raises:
-        ValueError: the file cannot be written.
+        OSError: the file cannot be written; the error names it.
     """
-    path = directory / AGAINST_JSON
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(comparison.as_json())))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
-    return path
+    data = msgspec.json.format(msgspec.json.encode(comparison.as_json()))
+    write_results(directory, {AGAINST_JSON: data})
+    return directory / AGAINST_JSON
 
 
 def read_comparison(path: Path) -> AgainstFile:
     """Read against.json; its verdict is computed again from the figures.
 
     Raises:
-        ValueError: the file is missing or has no comparison.
+        ValueError: the file is missing, has no comparison, or is not from the command that `results.json` names.
     """
+    check_results(path)
     try:
         data = path.read_bytes()
         names = msgspec.json.decode(data, type=_Names).names

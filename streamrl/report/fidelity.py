@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.paper_figure import PaperFigure
 
 EXECUTED = "Executed runs and their simulations"
@@ -58,7 +59,8 @@ def figure_picture(figure: PaperFigure, path: Path) -> None:
     axes.set_xlabel(figure.unit)
     axes.set_title(f"{figure.name}: {figure.title}", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
-    picture.savefig(path, dpi=100)
+    with replacing(path) as partial:
+        picture.savefig(partial, dpi=100)
 
 
 def fidelity_page(

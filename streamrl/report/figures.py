@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.engine.trace import Trace
-from streamrl.record.chrome_trace import chrome_trace
+from streamrl.record.chrome_trace import CHROME_TRACE, chrome_trace
 from streamrl.record.metrics import Metrics, measure
 from streamrl.report.bubbles import Bubbles
 from streamrl.report.pictures.drawing import Picture
@@ -15,10 +16,12 @@ from streamrl.report.pictures.stacked_bars import bubbles_picture, shares_pictur
 from streamrl.report.pictures.step_timeline import Steps, timeline_picture
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_table import MetricTable
+from streamrl.runfile.result_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TIMELINE = "timeline.png"
 NUM_STEPS = 3  # of the default window: few enough that bubbles are visible
 
 
@@ -67,11 +70,21 @@ def _draw(picture: Picture, path: Path | str | None) -> Figure:
 
     figure = draw(picture)
     if path is not None:
-        figure.savefig(path)
+        with replacing(Path(path)) as partial:
+            figure.savefig(partial)
     return figure
 
 
-def write_views(trace: Trace, directory: Path) -> None:
-    """Write `timeline.png` and `chrome_trace.json`."""
-    (directory / "chrome_trace.json").write_bytes(chrome_trace(trace))
-    timeline_figure(trace, directory / "timeline.png")
+def png_of(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a .png file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def views_of(trace: Trace) -> dict[str, bytes]:
+    """Return the data of `timeline.png` and `chrome_trace.json` by name."""
+    return {
+        CHROME_TRACE: chrome_trace(trace),
+        TIMELINE: png_of(timeline_figure(trace)),
+    }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from streamrl.report.pictures.drawing import SERIES
+from streamrl.runfile.result_files import replacing
 from streamrl.sim.studies.results import GenerationCurve, GenerationPoint, Series
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def share_figure(
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
     if path is not None:
-        figure.savefig(path, dpi=120)
+        with replacing(Path(path)) as partial:
+            figure.savefig(partial, dpi=120)
     return figure
 
 
@@ -154,7 +156,8 @@ def generation_figure(curves: Sequence[GenerationCurve], path: Path | str | None
     _finish(value, "tokens per dollar", "thin lines: where matrix products turn compute-bound")
     figure.suptitle(_title(*curves))
     if path is not None:
-        figure.savefig(path, dpi=120)
+        with replacing(Path(path)) as partial:
+            figure.savefig(partial, dpi=120)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 from rich.table import Table as TextTable
 
-from streamrl.report.figures import study_figure
+from streamrl.report.figures import png_of, study_figure
 from streamrl.report.study_file import Study
 from streamrl.report.study_table import MetricTable, Spread, find, label_of, make_table, name_of
 from streamrl.runfile.keys import read_value
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.sweep import Axis, Grid
 from streamrl.sim.studies.results import StudyRow
 
@@ -173,31 +175,28 @@ def describe(report: StudyResult) -> Json:
 
 def write_study(report: StudyResult, directory: Path | str) -> list[Path]:
     """Write study.csv, study.json and a figure for each metric; return the figures' paths."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_rows(report, directory / STUDY_CSV)
     data = msgspec.json.format(msgspec.json.encode(describe(report)), indent=1)
-    (directory / STUDY_JSON).write_bytes(data + b"\n")
-    figures = []
+    figures: dict[str, bytes | str | None] = {}
     for metric in report.study.metrics:
-        path = directory / f"{metric}.png"
-        study_figure(
-            report.table(metric), report.study.title, [*report.sentences(metric), report.note], path
-        )
-        figures.append(path)
-    return figures
+        sentences = [*report.sentences(metric), report.note]
+        figure = study_figure(report.table(metric), report.study.title, sentences)
+        figures[f"{metric}.png"] = png_of(figure)
+    files = {STUDY_CSV: rows_text(report), STUDY_JSON: data + b"\n", **figures}
+    write_results(Path(directory), files)
+    return [Path(directory) / name for name in figures]
 
 
-def write_rows(report: StudyResult, path: Path) -> None:
-    """Write a row for each combination and seed: the swept keys, the seed, every figure."""
+def rows_text(report: StudyResult) -> str:
+    """Return CSV with a row for each combination and seed: the swept keys, the seed, every figure."""
     keys = [key for axis in report.grid.axes for key in axis.keys]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*keys, "seed", *report.rows[0].figures])
-        for row in report.rows:
-            values = report.grid.values(row.place)
-            figures = [f"{figure:.10g}" for figure in row.figures.values()]
-            writer.writerow([*(values[key] for key in keys), row.seed, *figures])
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*keys, "seed", *report.rows[0].figures])
+    for row in report.rows:
+        values = report.grid.values(row.place)
+        figures = [f"{figure:.10g}" for figure in row.figures.values()]
+        writer.writerow([*(values[key] for key in keys), row.seed, *figures])
+    return file.getvalue()
 
 
 def text_table(report: StudyResult, *, intervals: bool = False) -> TextTable:
@@ -285,8 +284,9 @@ def read_study(path: Path, name: str) -> RecordedStudy:
     """Read study.json next to a study.csv.
 
     Raises:
-        ValueError: the file is missing, is not a study, or has an axis or row that does not match the others.
+        ValueError: the file is missing, is not a study, is mixed with another command's results, or has an axis or row that does not match the others.
     """
+    check_results(path)
     file = path.with_name(STUDY_JSON)
     try:
         found = msgspec.json.decode(file.read_bytes(), type=StudyJson)

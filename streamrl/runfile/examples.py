@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 
+from streamrl.runfile.result_files import write_files
+
 PACKAGE = Path(__file__).parents[1]
 SCHEMA = re.compile(r"\A#:schema .*\n")
 """The line for editors, which names a file of the checkout."""
@@ -74,9 +76,7 @@ def copy_example(name: str, target: Path) -> list[Path]:
     for path, text in needed.items():
         if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
             raise ValueError(f"{path} is already there; name another folder with --output")
-    for path, text in needed.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    write_files(needed)
     return [*needed]
 
 

@@ -32,6 +32,7 @@ from streamrl.runfile.keys import join_trainers, place_of, split_trainers
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.python_values import Changes, apply_changes, plain_table
+from streamrl.runfile.result_files import write_file
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
@@ -49,11 +50,26 @@ def write_run(
     stated: Iterable[str] = (),
     base: Path = Path(),
 ) -> None:
-    """Write a run file; paths are written as seen from its directory.
+    """Write a run file; paths are written as seen from its directory. The arguments are those of `run_text`.
+
+    Raises:
+        OSError: the file cannot be written; the error names it.
+    """
+    write_file(Path(path), run_text(run, path, notes, stated, base))
+
+
+def run_text(
+    run: Run,
+    path: Path | str,
+    notes: Iterable[str] = (),
+    stated: Iterable[str] = (),
+    base: Path = Path(),
+) -> str:
+    """Return the text of a run file; paths in it are relative to the directory of `path`.
 
     Args:
         run: what to write.
-        path: where to.
+        path: the path that the file will have.
         notes: comments at its head, a line each.
         stated: dotted keys that are written whatever their value.
         base: directory of the file that the run was read from; what was its default output is that of the
@@ -69,7 +85,7 @@ def write_run(
     run = with_paths(run, {key: os.path.relpath(each, path.parent) for key, each in paths.items()})
     table = without_secrets(run_table(run, stated))
     head = "".join(f"# {note}\n" for note in notes)
-    path.write_text(f"{head}\n{tomli_w.dumps(table)}", encoding="utf-8")
+    return f"{head}\n{tomli_w.dumps(table)}"
 
 
 def run_table(run: Run, stated: Iterable[str] = ()) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""Results are written whole and together, carry one run id, and a mixture of two commands is refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.lazy_commands import UNTIL_END
+from streamrl.cli.shared import claim_file
+from streamrl.record.run_directory import read_metrics
+from streamrl.runfile.files import write_run
+from streamrl.runfile.result_files import (
+    RESULTS,
+    check_results,
+    listed_run_id,
+    replacing,
+    write_file,
+    write_results,
+)
+from tests.command_line import SEMAPHORE, full_disk, streamrl
+from tests.runs import small_run
+
+FILES = {"a.bin": b"a" * 10, "b.bin": b"b" * 2000, "in/c.bin": b"c" * 3000}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return the data of all files in a directory."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+# The module ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [5, 100, 2500])
+def test_a_disk_that_is_full_at_any_file_leaves_all_older_results(
+    tmp_path: Path, size: int
+) -> None:
+    write_results(tmp_path, dict.fromkeys(FILES, b"older"))
+    before = contents(tmp_path)
+    with full_disk(size), pytest.raises(OSError, match=r"too large|No space") as error:
+        write_results(tmp_path, FILES)
+    assert Path(str(error.value.filename)).name in {RESULTS, "b.bin", "c.bin"}
+    assert contents(tmp_path) == before
+    check_results(tmp_path / "a.bin")
+
+
+def test_a_file_of_another_command_is_named(tmp_path: Path) -> None:
+    write_results(tmp_path, FILES)
+    (tmp_path / "b.bin").write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"mixes the results of two commands: b\.bin is not of"):
+        check_results(tmp_path / "a.bin")
+    (tmp_path / "b.bin").unlink()  # what is gone is no mixture
+    check_results(tmp_path / "a.bin")
+
+
+def test_two_commands_may_share_a_directory_and_the_files_of_both(tmp_path: Path) -> None:
+    write_results(tmp_path, {"plan.json": b"1", "inputs/x": b"1"})
+    write_results(tmp_path, {"trace.jsonl": b"2", "inputs/x": b"2"})
+    for name in ("plan.json", "trace.jsonl"):
+        check_results(tmp_path / name)
+    assert listed_run_id(tmp_path / "plan.json") != listed_run_id(tmp_path / "trace.jsonl")
+
+
+def test_a_run_id_that_a_file_carries_is_compared(tmp_path: Path) -> None:
+    write_results(tmp_path, {"run.json": b"{}", "trace.jsonl": None}, run_id="one")
+    write_results(tmp_path, {"timeline.png": b"p"}, run_id="one")
+    (tmp_path / "trace.jsonl").write_bytes(b"grows")
+    check_results(tmp_path / "trace.jsonl", "one")
+    with pytest.raises(ValueError, match=r"trace\.jsonl is not of run one"):
+        check_results(tmp_path / "trace.jsonl", "two")
+
+
+def test_a_list_of_results_that_is_damaged_is_refused_and_replaced(tmp_path: Path) -> None:
+    (tmp_path / RESULTS).write_text("[{]")
+    with pytest.raises(ValueError, match=r"results\.json: not a list of results"):
+        check_results(tmp_path / "a.bin")
+    write_results(tmp_path, FILES)
+    check_results(tmp_path / "a.bin")
+
+
+def test_the_target_of_a_link_is_replaced_and_a_device_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_file(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+    with replacing(Path("/dev/null")) as path:
+        assert path == Path("/dev/null")
+    with pytest.raises(OSError, match="No space") as error:
+        write_file(Path("/dev/full"), "x")
+    assert error.value.filename == "/dev/full"
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def offer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run file and data for commands."""
+    path = tmp_path_factory.mktemp("offer")
+    write_run(small_run({"simulate.max_steps": 4}), path / "run.toml")
+    (path / "rollouts.csv").write_text("prompt_id,output_tokens\n1,10\n2,20\n")
+    (path / "steps.csv").write_text("step,sync\n1,9\n")
+    return path
+
+
+COMMANDS = [
+    ("simulate {0}/run.toml -o {1}", ["timeline.png", "chrome_trace.json"]),
+    ("simulate {0}/run.toml --sweep rollout.replicas=2 -o {1}", ["study.csv", "study.json"]),
+    ("simulate {0}/run.toml --against {0}/run.toml -o {1}", ["against.json"]),
+    ("import {0}/rollouts.csv -o {1}", ["lengths.csv", "workload.toml"]),
+    ("export {0}/run.toml --framework verl --force -o {1}/verl.sh", ["verl.sh"]),
+    ("profile show qwen2.5-7b -o {1}/curve.png", ["curve.png"]),
+    ("examples copy quickstart -o {1}", []),
+]
+
+
+@pytest.mark.parametrize(("command", "names"), COMMANDS, ids=lambda value: str(value)[:30])
+def test_a_full_disk_leaves_the_older_results_of_a_command(
+    offer: Path, tmp_path: Path, command: str, names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("older")
+    before = contents(tmp_path)
+    with full_disk(SEMAPHORE):
+        done = streamrl(*command.format(offer, tmp_path).split())
+    assert done.returncode == 1, done
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"streamrl: {tmp_path}/") and "too large" in said, done.stderr
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def two(offer: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two simulations of different seeds."""
+    found = []
+    for seed in ("1", "2"):
+        path = tmp_path_factory.mktemp("run")
+        done = streamrl("simulate", offer / "run.toml", "--set", f"seed={seed}", "-o", path)
+        assert done.returncode == 0, done.stderr
+        found.append(path)
+    return found
+
+
+def test_readers_refuse_the_files_of_two_runs_and_name_them(
+    offer: Path, two: list[Path], tmp_path: Path
+) -> None:
+    one, other = two
+    assert streamrl("replay", one, other).returncode == 0
+    for name in ("trace.jsonl", "timeline.png", "chrome_trace.json"):
+        mixed = shutil.copytree(one, tmp_path / name)
+        shutil.copy(other / name, mixed / name)
+        for command in ("report", "compare", "replay"):
+            done = streamrl(command, mixed)
+            assert done.returncode == 2, command
+            assert f"mixes the results of two commands: {name} is not of run" in done.stderr
+            assert done.stderr.count("\n") == 1
+    assert streamrl("simulate", offer / "run.toml", "-o", mixed).returncode == 0  # the remedy
+    assert streamrl("replay", mixed).returncode == 0
+
+
+def test_lines_of_two_executed_runs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "run": "a"}\n{"step": 2}\n')
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1, "run": "a"}\n{"step": 2, "run": "b"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl mixes two runs: line 2 is not of run a"):
+        read_metrics(tmp_path)
+    path.write_text('{"step": 1, "run": "a"}\n')
+    write_results(tmp_path, {"trace.jsonl": None, "metrics.jsonl": None}, run_id="b")
+    with pytest.raises(ValueError, match="line 1 is not of run b"):
+        read_metrics(tmp_path)
+
+
+def test_a_second_command_that_writes_the_same_file_is_refused(offer: Path, tmp_path: Path) -> None:
+    output = tmp_path / "verl.sh"
+    words = ["export", str(offer / "run.toml"), "--framework", "verl", "-o", str(output)]
+    with UNTIL_END:
+        claim_file(output)
+        command = [sys.executable, "-c", "from streamrl.cli import main; main()", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and not output.exists()
+        assert f"streamrl: {output} is in use by process " in done.stderr
+        assert streamrl(*words[:-1], str(tmp_path / "other.sh")).returncode == 0
+    assert not [path for path in tmp_path.iterdir() if path.name != "other.sh"]
+    assert streamrl(*words).returncode == 0
