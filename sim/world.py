@@ -14,8 +14,12 @@ from streamrl.engine.messages import (
     Act,
     Close,
     Command,
+    DrawEvaluation,
     DrawPrompts,
     Drop,
+    EndEvaluation,
+    Evaluate,
+    Event,
     Failed,
     Generate,
     Generated,
@@ -45,6 +49,7 @@ from streamrl.engine.messages import (
     TrainerLost,
     TrainerStopped,
     Truncate,
+    Verified,
     Verify,
     WakeAt,
     Woke,
@@ -58,6 +63,7 @@ from streamrl.sim.costs.costs import Costs, TrainerCosts
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.cpu_contention import Cores
 from streamrl.sim.environment import Environments
+from streamrl.sim.evaluation import HeldOut
 from streamrl.sim.faults import CAN_BE_LOST, Failures, SimFaults
 from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
@@ -199,6 +205,18 @@ class SimWorld(World[Trace]):
         if self.faults is not None:
             self._prepare = dict.fromkeys(CAN_BE_LOST, self.faults.result)
         self._prepare[Stepped] = self._end_step
+        self._held_out: HeldOut | None = None
+        if run.evaluation is not None:
+            held_out, size = run.on_held_out_prompts, run.algorithm.group_size
+            self._held_out = HeldOut(
+                run.evaluation,
+                SimulatedWorkload(held_out),
+                size,
+                held_out.rollout.max_tokens,
+                self.rollouts,
+            )
+            for kind in (Generated, Verified, Failed):
+                self._prepare[kind] = self._translator(self._prepare.get(kind))
 
     @property
     def now(self) -> float:
@@ -309,6 +327,15 @@ class SimWorld(World[Trace]):
             case Promote():
                 self._leads_as = command.trainer
                 self.env.process(self._promote(command))
+            case DrawEvaluation():
+                self.emit(self._own_held_out.draw(command))
+            case Evaluate():
+                self._send(
+                    self._own_held_out.begin(command), self.replicas[command.replica].generate
+                )
+            case EndEvaluation():
+                for abort in self._own_held_out.aborts():
+                    self._abort(abort)
             case WakeAt():
                 self.env.process(self._wake(command))
             case _:
@@ -318,6 +345,25 @@ class SimWorld(World[Trace]):
     def _own_environments(self) -> Environments:
         assert self.environments is not None, "only a run with an environment acts"
         return self.environments
+
+    def _translator(
+        self, prepare: Callable[[Any], Event | None] | None
+    ) -> Callable[[Any], Event | None]:
+        """Return what passes on events of training, and turns those of evaluation rollouts into theirs."""
+
+        def translate(event: Event) -> Event | None:
+            translated = self._own_held_out.translate(event)
+            if isinstance(translated, Verify):
+                self.verifier.verify(translated)
+                return None
+            return prepare(event) if prepare is not None and translated is event else translated
+
+        return translate
+
+    @property
+    def _own_held_out(self) -> HeldOut:
+        assert self._held_out is not None, "only a run with [evaluation] evaluates"
+        return self._held_out
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die."""

@@ -166,7 +166,7 @@ ROOMS = (
     *("workload", "ranker", "record", "logs"),
     *("sim.costs", "sim.parallel", "sim.network_latency", "sim.cpu_contention", "sim.trace"),
     *("sim.world_interface", "sim.prefix_cache", "sim.environment"),
-    *("sim.replica", "sim.trainer", "sim.transfer", "sim.verifier"),
+    *("sim.replica", "sim.trainer", "sim.transfer", "sim.verifier", "sim.evaluation"),
     *("sim.faults", "sim.world", "sim.steady_state", "sim.lone_batch"),
     "sim.idle_replica",
     "sim.batch_generation",
@@ -177,6 +177,7 @@ ROOMS = (
     *(
         "executor.end_of_turn",
         "executor.prompts",
+        "executor.evaluation",
         "executor.token_files",
         "executor.buffer",
         "executor.record",

@@ -13,9 +13,9 @@ all of them. The time comes with the event; the engine never asks for it. Length
 or from the run file.
 
 What goes out. A command is an order that names all that it needs: rollout, group, replica, trainer, version. A world
-never reads the engine's state. Every command ends in exactly one event, or in `Failed`. Nine commands have no event
-of their own: `Abort` makes a running `Generate` end early, `Close` a running `Act`, and `Truncate`, `Take`, `Skip`,
-`Postpone`, `Drop`, `Resize` and `Stop` only change what the engine plans.
+never reads the engine's state. Every command ends in exactly one event, or in `Failed`. Ten commands have no event
+of their own. `Abort` makes a running `Generate` end early, `Close` a running `Act`, and `EndEvaluation` each running
+`Evaluate`. `Truncate`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` only change what the engine plans.
 
 How it decides. The engine holds one `State` and a list of policies. `handle` enters the event into the state. Then it
 asks each policy, in order of precedence, what to do now. Each command enters the state before the next is asked for,
@@ -46,6 +46,10 @@ rollout passes through two more phases (`environments.py`):
 
 `Observed` makes it wait for a replica again, until the episode is over. The staleness of an episode is that of its
 oldest generated token. A lost environment is no result: the episode starts over, or repeats its actions.
+
+A rollout on held-out prompts is no rollout of training. `[evaluation]` has its own commands (`evaluation.py`,
+`policies/evaluation.py`), so it enters no group, batch, line or statistic. The weights of its version stay on all
+replicas until it has ended.
 
 From there each trainer counts for itself (`trainer_side.py`). The group waits in the trainer's line. `Take` puts it
 into the batch of a step, `Score` and `Train` compute it, and `Step` makes the next policy version. A group leaves the
@@ -78,6 +82,7 @@ Where to look:
 | what the engine knows                      | `state.py`, `entities.py`, `fleet.py`, `trainer_side.py` |
 | which policies a run has, in which order   | `systems.py`; presets by name in `presets.py` |
 | how an episode has several turns           | `environments.py`, `policies/environments.py` |
+| how a version is evaluated                 | `evaluation.py`, `policies/evaluation.py`   |
 | how one decision is made                   | `policies/`, one idea a file                |
 | what a world must do                       | `world.py`                                  |
 | how a run is recorded and replayed         | `trace.py`                                  |

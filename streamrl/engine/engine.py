@@ -80,7 +80,8 @@ class Engine:
         """Instant after which one of the other policies must be asked."""
         self._has_changed = True
         """Whether the last event led to a command that is not `ROUTINE`."""
-        self._outside = [policy for policy in policies if isinstance(policy, FromOutside)]
+        inner = (getattr(policy, "policy", policy) for policy in policies)
+        self._outside = [policy for policy in inner if isinstance(policy, FromOutside)]
 
     def __str__(self) -> str:
         state, batch = self.state, self.state.leader.batch

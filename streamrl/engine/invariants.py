@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from streamrl.engine.environments import Environments
+from streamrl.engine.evaluation import Evaluations
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
@@ -22,6 +23,8 @@ def check(state: State) -> None:
     7. Open environments and episodes in flight are those that are counted, and at most as many as
     allowed. An episode acts and generates only with an environment; one with a reward has none
     left to close.
+    8. Each rollout of a running evaluation is to be sent, on a replica, or ended; none is on a
+    replica that is gone. Serving replicas have the version that is evaluated.
     """
     _check_accounts(state)
     _check_replicas(state)
@@ -29,6 +32,8 @@ def check(state: State) -> None:
         _check_trainer(state, trainer)
     if state.environments is not None:
         _check_environments(state, state.environments)
+    if state.evaluations is not None:
+        _check_evaluation(state, state.evaluations)
     verifying = sum(r.phase == "verifying" for r in state.rollouts.values())
     assert state.num_verifying == verifying
 
@@ -90,6 +95,19 @@ def _check_environments(state: State, own: Environments) -> None:
         if rollout.phase == "ready":
             assert not rollout.has_environment, f"rollout {rollout.id} kept its environment"
         assert rollout.turn <= own.config.max_turns, f"rollout {rollout.id} has too many turns"
+
+
+def _check_evaluation(state: State, own: Evaluations) -> None:
+    if own.running is None:
+        assert not own.to_send, "rollouts wait for no evaluation"
+        return
+    num_open = len(own.to_send) + len(own.sent)
+    assert num_open + own.num_ended == own.num_rollouts or own.is_void, (
+        f"{own.num_rollouts} rollouts evaluate, but {num_open} are open and {own.num_ended} ended"
+    )
+    if not own.is_void:
+        versions = {r.version for r in state.fleet.replicas.values() if r.is_serving}
+        assert versions <= {own.running}, f"replicas serve {versions}, not {own.running}"
 
 
 def _check_trainer(state: State, trainer: TrainerSide) -> None:

@@ -1,7 +1,7 @@
 """Messages between the engine and a world: commands go out, events come back.
 
-Every command ends in exactly one event. `Abort`, `Close`, `Truncate`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize` and `Stop` have no
-event of their own. An abort ends the running `Generate`, and a close the running `Act`; the others only change what the engine plans. A command contains all that a world
+Every command ends in exactly one event. `Abort`, `Close`, `Truncate`, `Take`, `Skip`, `Postpone`, `Drop`, `Resize`,
+`EndEvaluation` and `Stop` have no event of their own. An abort ends the running `Generate`, and a close the running `Act`; the others only change what the engine plans. A command contains all that a world
 needs to carry it out. Trainer 0 is the primary trainer: replicas load its versions. Secondary trainers train on the same
 rollouts. A rollout is an episode of one turn or more: `Generate` continues it, and `Act` lets its environment answer.
 
@@ -21,6 +21,8 @@ rollouts. A rollout is an episode of one turn or more: `Generate` continues it, 
     PushWeights     WeightsPushed       link
     LoadWeights     WeightsLoaded       replica
     SaveCheckpoint  CheckpointSaved     trainer
+    DrawEvaluation  EvaluationDrawn     workload
+    Evaluate        Evaluated           replica, then verifier
     WakeAt          Woke                clock
 
 Any may end in `Failed`. `RunStarted`, `ReplicaLost`, `TrainerLost`, `TrainerJoined`, `TrainerLeaving`,
@@ -239,6 +241,28 @@ class SaveCheckpoint(Message, frozen=True, omit_defaults=True):
     done_ahead: tuple[int, ...] = ()
 
 
+class DrawEvaluation(Message, frozen=True):
+    """Draw the held-out prompts on which `version` is evaluated."""
+
+    version: int
+
+
+class Evaluate(Message, frozen=True):
+    """Generate `rollout` of the evaluation of `version` on `replica`, and compute its reward."""
+
+    rollout: int
+    """Number in this evaluation; with n rollouts of a prompt it is of prompt `rollout` // n."""
+    replica: int
+    version: int
+
+
+class EndEvaluation(Message, frozen=True, omit_defaults=True):
+    """End the evaluation of `version`. With a `reason` it has no result, and rollouts that run end now."""
+
+    version: int
+    reason: str = ""
+
+
 class WakeAt(Message, frozen=True):
     """Call the policies again at `time` seconds."""
 
@@ -270,6 +294,9 @@ Command: TypeAlias = (
     | StopTrainer
     | Promote
     | SaveCheckpoint
+    | DrawEvaluation
+    | Evaluate
+    | EndEvaluation
     | WakeAt
 )
 
@@ -293,6 +320,8 @@ class RunStarted(Message, frozen=True, omit_defaults=True):
     promoted: int | None = None
     """The secondary trainer that replaced trainer 0 before the run was resumed; None if none did.
     """
+    is_evaluated: bool = False
+    """Whether `version` was evaluated before the run was resumed."""
 
 
 class ReplicaStarted(Message, frozen=True, omit_defaults=True):
@@ -511,6 +540,31 @@ class CheckpointSaved(Message, frozen=True):
     trainer: int
 
 
+class EvaluationDrawn(Message, frozen=True):
+    """The held-out prompts of a `DrawEvaluation`, with `samples` rollouts of each."""
+
+    version: int
+    samples: int
+    prompt_tokens: tuple[int, ...]
+    """Tokens of each prompt."""
+
+
+class Evaluated(Message, frozen=True, omit_defaults=True):
+    """An `Evaluate` ended: its rollout has a reward."""
+
+    rollout: int
+    version: int
+    tokens: int
+    """Output tokens."""
+    reward: float
+    run_time: float
+    """Seconds from the end of its wait in the replica's queue to its last token."""
+    prefill_time: float
+    """Seconds at the start of `run_time` until its prompt was computed."""
+    is_truncated: bool = False
+    """Whether it ended because it had the maximum length."""
+
+
 class Woke(Message, frozen=True):
     """The time of a `WakeAt` has come."""
 
@@ -553,6 +607,8 @@ Event: TypeAlias = (
     | TrainerLost
     | ExpectationsChanged
     | CheckpointSaved
+    | EvaluationDrawn
+    | Evaluated
     | Woke
     | Failed
     | Interrupted

@@ -8,6 +8,7 @@ Policies read it and never scan history, because each question has an index here
 | `fleet`          | replicas by version and by load                  | `streamrl.engine.fleet`             |
 | `waiting`        | rollouts to dispatch                             | `streamrl.engine.entities`          |
 | `environments`   | episodes by what they need of their environment  | `streamrl.engine.environments`      |
+| `evaluations`    | rollouts on held-out prompts                     | `streamrl.engine.evaluation`        |
 | `unverified`     | finished rollouts without a reward               | in order of arrival                 |
 | `outlived`       | groups of versions that the primary trainer lost | in draw order                       |
 | `recent`         | lengths of the last finished rollouts            | by length                           |
@@ -24,6 +25,7 @@ from typing import assert_never
 from streamrl.engine.entities import Group, Rollout, WaitingRollouts
 from streamrl.engine.environments import Environments
 from streamrl.engine.estimates import RecentLengths
+from streamrl.engine.evaluation import Evaluations
 from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.messages import (
@@ -32,8 +34,13 @@ from streamrl.engine.messages import (
     CheckpointSaved,
     Close,
     Command,
+    DrawEvaluation,
     DrawPrompts,
     Drop,
+    EndEvaluation,
+    Evaluate,
+    Evaluated,
+    EvaluationDrawn,
     Event,
     ExpectationsChanged,
     Failed,
@@ -96,6 +103,8 @@ class State:
     """Builds the state of a trainer that joins later."""
     environments: Environments | None = None
     """None if episodes have one turn."""
+    evaluations: Evaluations | None = None
+    """None if no version is evaluated."""
 
     sync_every: int = 1
     """Versions from one push to the next."""
@@ -145,7 +154,19 @@ class State:
         """Whether the pushed version is older than the last one due, or was lost by the primary trainer."""
         newest, pushed = self.leader.version, self.pushed_version
         is_due = newest != pushed and not newest - newest % self.sync_every <= pushed <= newest
-        return is_due or self.has_new_weights
+        return is_due or self.has_new_weights or self._must_push_to_evaluate
+
+    @property
+    def _must_push_to_evaluate(self) -> bool:
+        """Whether the newest version is evaluated next, and no replica can load it yet."""
+        own = self.evaluations
+        return own is not None and own.due == self.leader.version != self.pushed_version
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether a version is still to be evaluated, even if the run has all its steps."""
+        own = self.evaluations
+        return own is not None and own.is_pending and self.stop_reason is None
 
     @property
     def is_generating(self) -> bool:
@@ -181,9 +202,17 @@ class State:
             and not self.rollouts
             and self.pushing is None
             and not self.num_drawing
+            and not self.is_evaluating
+            and not self.awaits_evaluation
             and all(trainer.command is None for trainer in self.trainers)
             and self.fleet.is_settled
         )
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation runs, or rollouts of one that was ended have not ended."""
+        own = self.evaluations
+        return own is not None and (own.running is not None or bool(own.sent))
 
     def observe(self, event: Event, now: float) -> None:
         """Record an event that happened at `now` seconds.
@@ -233,6 +262,10 @@ class State:
                 self._lose_trainer(self.trainers[trainer])
             case CheckpointSaved(version, trainer):
                 self.trainers[trainer].save(version)
+            case EvaluationDrawn():
+                self._own_evaluations.draw(event)
+            case Evaluated():
+                self._own_evaluations.end(event.rollout)
             case Woke(_):
                 self.next_wake = None
             case Failed(command, reason):
@@ -270,7 +303,7 @@ class State:
             case Promote(trainer, version):
                 self._promote(self.trainers[trainer])
                 self.has_new_weights = True
-                self.fleet.fall_back(version - 1)
+                self._lose_weights(version - 1)
             case DrawPrompts(_, num_groups):
                 self.num_admitted += num_groups
                 self.num_drawing += num_groups
@@ -290,6 +323,12 @@ class State:
                 self._stop(reason)
             case StartReplica() | StopReplica() | Resize():
                 self.fleet.change(command)
+            case DrawEvaluation(version):
+                self._own_evaluations.begin(version)
+            case Evaluate():
+                self._own_evaluations.send(command)
+            case EndEvaluation():
+                self._own_evaluations.finish()
             case WakeAt(time):
                 self.next_wake = time
             case _:
@@ -306,6 +345,8 @@ class State:
             self.trainers[trainer].is_away = True
         if event.promoted is not None:
             self._promote(self.trainers[event.promoted])
+        if self.evaluations is not None and not event.is_evaluated:
+            self.evaluations.see_version(event.version)
         self._look_at_trainers()
 
     def _promote(self, trainer: TrainerSide) -> None:
@@ -394,6 +435,11 @@ class State:
         assert self.environments is not None, "only a run with an environment acts"
         return self.environments
 
+    @property
+    def _own_evaluations(self) -> Evaluations:
+        assert self.evaluations is not None, "only a run with [evaluation] evaluates"
+        return self.evaluations
+
     def _end_verify(self, event: Verified) -> None:
         """Pass a rollout with a reward to the trainers, alone or with its group."""
         rollout = self.rollouts[event.rollout]
@@ -423,6 +469,8 @@ class State:
             self._let_go(group)
         if trainer.leads:
             self.failure_counts.end_step(self.now)
+            if self.evaluations is not None:
+                self.evaluations.see_version(version)
         self.is_stopping = self.is_stopping or self.has_all_steps
 
     def _add_groups(self, event: PromptsDrawn) -> None:
@@ -499,7 +547,13 @@ class State:
         self.num_admitted -= num_steps * trainer.prompts_per_step
         if num_steps:
             self.outlived = {n: g for n, g in self.groups.items() if trainer.wants(g)}
-            self.fleet.fall_back(trainer.version)
+            self._lose_weights(trainer.version)
+
+    def _lose_weights(self, version: int) -> None:
+        """Record that weights of versions after `version` are lost."""
+        self.fleet.fall_back(version)
+        if self.evaluations is not None:
+            self.evaluations.fall_back(version)
 
     def _look_at_trainers(self) -> None:
         """Update which trainers are up, and whether all steps are made; a lost trainer takes back even the last one."""
@@ -520,6 +574,9 @@ class State:
                 self._retry(self.rollouts[rollout_id])
             case Act(rollout_id):
                 self._fail_act(self.rollouts[rollout_id])
+            case Evaluate(rollout_id, replica_id):
+                is_lost = replica_id not in self.fleet.replicas
+                self._own_evaluations.fail(rollout_id, is_lost=is_lost)
             case StartReplica(replica_id) | StopReplica(replica_id):
                 self.fleet.lose(replica_id)
             case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
@@ -548,6 +605,8 @@ class State:
             case DrawPrompts(_, num_groups):
                 self.num_admitted -= num_groups
                 self.num_drawing -= num_groups
+            case DrawEvaluation():
+                self._own_evaluations.finish()
 
     def _fail_act(self, rollout: Rollout) -> None:
         """Record that an environment was lost, or did not start."""

@@ -11,6 +11,7 @@ from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.entities import WaitingRollouts
 from streamrl.engine.environments import Environments
 from streamrl.engine.estimates import RecentLengths, latency_of
+from streamrl.engine.evaluation import Evaluations
 from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import make_fleet
 from streamrl.engine.messages import TrainerJoined
@@ -26,6 +27,7 @@ from streamrl.engine.policies.dispatch import (
     Order,
 )
 from streamrl.engine.policies.environments import EndOverdue, RunEnvironments
+from streamrl.engine.policies.evaluation import EvaluateVersions, HoldStep, WhileNotEvaluating
 from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
 from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
@@ -58,6 +60,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DISPATCH, dispatch_named
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import shown
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import with_secondary_trainer
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.policies_config import (
@@ -103,6 +106,8 @@ def build_policies(run: Run) -> list[Policy]:
         KeepReplicas(policies.max_restarts, promotion),
         RetryThenDrop(policies.max_attempts),
         StopWithoutProgress(policies.max_dropped_groups, policies.max_step_time),
+        # before the policies that an evaluation holds, which go on when it ends
+        *([EvaluateVersions()] if run.evaluation is not None else []),
         StartOver(),
         WindDown(),
         CheckpointEvery(LEADER, execute.checkpoint_every, policies.max_attempts),
@@ -111,16 +116,19 @@ def build_policies(run: Run) -> list[Policy]:
         TakeInLine(LEADER),
         *_leave_over(policies.left_over, window),
         BoundedAdmission(window, system.waits_for_whole_batches),
-        _streaming(
-            LEADER,
-            run.trainer,
-            run.algorithm.rollouts_per_step,
-            system.streaming,
-            shares_gpus=policies.shares_gpus,
+        _hold_step(
+            run.evaluation,
+            _streaming(
+                LEADER,
+                run.trainer,
+                run.algorithm.rollouts_per_step,
+                system.streaming,
+                shares_gpus=policies.shares_gpus,
+            ),
         ),
-        _weight_sync(system.weight_sync),
+        *_hold_weights(run.evaluation, [_weight_sync(system.weight_sync)]),
         *([RunEnvironments()] if run.environment is not None else []),
-        *build_dispatch(policies, run.rollout, run.seed),
+        *_hold_training(run.evaluation, build_dispatch(policies, run.rollout, run.seed)),
         *(
             policy
             for trainer in range(LEADER + 1, run.num_trainers)
@@ -128,6 +136,25 @@ def build_policies(run: Run) -> list[Policy]:
         ),
         JoinedTrainers(run.num_trainers, _policies_of_joined),
     ]
+
+
+def _hold_step(evaluation: EvaluationConfig | None, policy: Policy) -> Policy:
+    """Return the policy of the primary trainer's work, whose step an evaluation may hold."""
+    return policy if evaluation is None else HoldStep(policy)
+
+
+def _hold_weights(evaluation: EvaluationConfig | None, policies: list[Policy]) -> list[Policy]:
+    """Return policies of the weight sync that load no weights into replicas during an evaluation."""
+    if evaluation is None:
+        return policies
+    return [WhileNotEvaluating(each, lambda own: own.running is not None) for each in policies]
+
+
+def _hold_training(evaluation: EvaluationConfig | None, policies: list[Policy]) -> list[Policy]:
+    """Return dispatch policies that start no training rollout while an evaluation holds training."""
+    if evaluation is None or evaluation.beside:
+        return policies
+    return [WhileNotEvaluating(each, lambda own: own.holds_training) for each in policies]
 
 
 def _policies_of_joined(trainer: TrainerSide) -> Sequence[Policy]:
@@ -347,6 +374,13 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         failure_counts=FailureCounts(deque(maxlen=run.policies.max_failures_per_minute)),
         make_side=make_side,
         environments=_build_environments(run.environment, run.policies),
+        evaluations=None
+        if run.evaluation is None
+        else Evaluations(
+            run.evaluation,
+            ENDLESS if is_endless else run.algorithm.steps,
+            run.policies.max_attempts,
+        ),
         sync_every=run.policies.sync_every,
     )
 

@@ -79,8 +79,10 @@ class World(ABC, Generic[R]):
         self.engine = engine
         self.trace = trace
         self._learn = learn
-        self._prepare: dict[type[Event], Callable[[Any], Event]] = {}
-        """By type of event: what turns it into the event that the engine handles."""
+        self._prepare: dict[type[Event], Callable[[Any], Event | None]] = {}
+        """By type of event: what turns it into the event that the engine handles; None where another
+        one follows later.
+        """
         self._unheard: deque[Event] = deque()
         self._is_handling = False
 
@@ -102,7 +104,10 @@ class World(ABC, Generic[R]):
         """
         unheard = self._unheard
         if (prepare := self._prepare.get(type(event))) is not None:
-            event = prepare(event)
+            prepared = prepare(event)
+            if prepared is None:
+                return
+            event = prepared
         if type(event) is Generated and (news := self._learn(event)) is not None:
             unheard.append(news)
         unheard.append(event)

@@ -98,6 +98,15 @@ def read_rollouts(directory: Path) -> list[Line]:
     return _read(directory / ROLLOUTS, _is_done)
 
 
+def read_lines(path: Path) -> list[Line]:
+    """Return the lines of a file that has one line for each step, without rolled-back steps, in order.
+
+    Raises:
+        ValueError: the file is missing, or one of its lines is not from a run.
+    """
+    return _read(path, _is_before)
+
+
 def _is_before(line: Counted, mark: RolledBack) -> bool:
     return line.step <= mark.rolled_back_to
 

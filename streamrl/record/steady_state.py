@@ -80,13 +80,13 @@ def half_width(values: Sequence[float] | Floats) -> float | None:
     return student(freedom) * sqrt(variance * grows / num)
 
 
-def student(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t distribution.
+def student(freedom: float, normal: float = NORMAL) -> float:
+    """Return a quantile of Student's t distribution, given the same quantile of the normal distribution.
 
     This is the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5). Its error is at most 0.1 % from 4
     degrees of freedom on.
     """
-    z, v = NORMAL, freedom
+    z, v = normal, freedom
     return (
         z
         + (z**3 + z) / (4 * v)

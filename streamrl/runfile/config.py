@@ -19,6 +19,7 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.notebook import html_table
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
@@ -38,6 +39,8 @@ from streamrl.runfile.simulation_config import (
 from streamrl.runfile.units import Duration
 from streamrl.runfile.workload_config import WorkloadConfig
 
+OTHER_SEED = 7919
+"""Added to the seed for the lengths of held-out prompts, which are other prompts than those of training."""
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?P<index>\d+))?")
 """Values of `execute.device`; cuda:N puts every role on one GPU."""
 
@@ -157,6 +160,7 @@ class Run(Section, frozen=True, kw_only=True):
     workload: WorkloadConfig = WorkloadConfig()
     environment: EnvironmentConfig | None = None
     verifier: VerifierConfig = VerifierConfig()
+    evaluation: EvaluationConfig | None = None
     sync: SyncConfig = SyncConfig()
     costs: CostsConfig = CostsConfig()
     policies: PoliciesConfig = PoliciesConfig()
@@ -202,6 +206,21 @@ class Run(Section, frozen=True, kw_only=True):
         if not self.rollout.others:
             return self
         found: Run = msgspec.structs.replace(self, rollout=self.rollout.kinds[kind])
+        return found
+
+    @property
+    def on_held_out_prompts(self) -> Run:
+        """The run as if it drew the prompts of `[evaluation]`: other ones, and nothing learned of their lengths."""
+        assert self.evaluation is not None, "the caller has checked it"
+        most = self.evaluation.max_tokens or self.rollout.max_tokens
+        found: Run = msgspec.structs.replace(
+            self,
+            seed=self.seed + OTHER_SEED,
+            workload=msgspec.structs.replace(self.workload, ranker=None),
+            rollout=msgspec.structs.replace(self.rollout, max_tokens=most),
+            policies=PoliciesConfig(system=self.policies.system),
+            followers=(),
+        )
         return found
 
     @property

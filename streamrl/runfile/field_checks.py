@@ -33,6 +33,7 @@ from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfi
 from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, raise_all, say, shown
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
 from streamrl.runfile.list_prices import list_price, list_prices_of, providers
 from streamrl.runfile.plan_config import PlanConfig
@@ -412,7 +413,7 @@ COUNTS = (
         WorkloadConfig,
     ),
     *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
-    *(SpeculativeConfig, EnvironmentConfig),
+    *(SpeculativeConfig, EnvironmentConfig, EvaluationConfig),
 )
 """Sections whose whole numbers are all at least 1."""
 BOUNDS: dict[type[Section], dict[str, Bounds]] = {
@@ -490,6 +491,18 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "warm_start_time": SECONDS,
         "starts_per_second": POSITIVE,
         "failed_share": Bounds(0, 0.9),
+    },
+    EvaluationConfig: {
+        "share": Bounds(0, 0.9, excludes_least=True),
+        "num_prompts": Bounds(1),
+        "samples": Bounds(1, MOST_PER_GROUP),
+        "passes_at": Bounds(0),
+        "confidence": Bounds(0.5, 0.999),
+        "temperature": Bounds(0),
+        "top_p": POSITIVE_SHARE,
+        "top_k": Bounds(1),
+        "min_p": SHARE,
+        "max_tokens": Bounds(1),
     },
     VerifierConfig: {
         "gpus_per_worker": Bounds(0),

@@ -18,6 +18,8 @@ from streamrl.runfile.workload_config import HUB
 PATH_KEYS = (
     "model.path",
     "workload.prompts",
+    "evaluation.prompts",
+    "evaluation.scorer",
     "workload.lengths.source",
     "workload.lengths.ranker_scores",
     "workload.ranker.path",

@@ -65,10 +65,12 @@ class KeepReplicas:
         """Return whether the wanted trainers and replicas are there, or nothing may start or stop."""
         fleet = state.fleet
         is_complete = not state.num_unready and len(fleet.replicas) == fleet.num_wanted
-        return is_complete or not state.has_started or state.is_stopping
+        may_start = not state.is_stopping or state.awaits_evaluation
+        return is_complete or not state.has_started or not may_start
 
     def _start(self, state: State) -> Iterator[Command]:
-        yield from self._start_trainers(state)
+        if not state.is_stopping:
+            yield from self._start_trainers(state)
         is_lost = state.pushed_version > state.leader.version or state.has_new_weights
         if not is_lost:  # the pushed version
             yield from self._start_replicas(state)
@@ -108,7 +110,7 @@ class KeepReplicas:
             yield StartReplica(fleet.num_started, state.pushed_version, fleet.lacking())
         while len(fleet.replicas) > fleet.num_wanted:
             idle = fleet.newest_idle()
-            if idle is None:
+            if idle is None or state.is_evaluating:
                 return
             yield StopReplica(idle.id)
 

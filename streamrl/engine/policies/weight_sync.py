@@ -122,7 +122,8 @@ class LoadBetweenBatches:
 
 def _is_behind(state: State) -> bool:
     """Return whether a replica lacks a version that it could load."""
-    return (bool(state.fleet.outdated) or state.must_push) and not state.is_stopping
+    may_load = not state.is_stopping or state.awaits_evaluation
+    return (bool(state.fleet.outdated) or state.must_push) and may_load
 
 
 def _push(state: State) -> Iterator[Command]:

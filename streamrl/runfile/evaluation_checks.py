@@ -1,0 +1,56 @@
+"""Check `[evaluation]`, and refuse what cannot be evaluated."""
+
+from __future__ import annotations
+
+from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.errors import Bounds, RunError, shown
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.workload_config import WorkloadConfig
+
+OF_PROMPTS = ("subset", "split", "fields", "template")
+"""Keys that say how `evaluation.prompts` is read."""
+
+
+def check_evaluation(
+    config: EvaluationConfig | None,
+    environment: EnvironmentConfig | None,
+    workload: WorkloadConfig,
+) -> None:
+    """Raise `RunError` if a value does not fit the others."""
+    if config is None:
+        return
+    if environment is not None:
+        text = "evaluation is for episodes of one turn; remove it or the section [environment]"
+        raise RunError("evaluation", None, text=text, others=("environment",))
+    _check_source(config, workload)
+    for k in config.k:
+        if not 1 <= k <= config.samples:
+            text = f"evaluation.k must be in [1, {config.samples}] (evaluation.samples), got {k}"
+            raise RunError(
+                "evaluation.k", k, Bounds(1, config.samples), text, ("evaluation.samples",)
+            )
+
+
+def _check_source(config: EvaluationConfig, workload: WorkloadConfig) -> None:
+    """Refuse held-out prompts from two places or from none, and keys that nothing reads."""
+    if config.prompts is not None and config.share is not None:
+        text = (
+            f"evaluation.share {config.share:g} cannot be combined with evaluation.prompts "
+            f"{shown(config.prompts)}; remove one of them"
+        )
+        raise RunError("evaluation.share", config.share, text=text, others=("evaluation.prompts",))
+    if config.prompts is not None:
+        return
+    for name in OF_PROMPTS:
+        if value := getattr(config, name):
+            text = f"evaluation.{name} needs evaluation.prompts, got {shown(value)}"
+            raise RunError(f"evaluation.{name}", value, text=text, others=("evaluation.prompts",))
+    if config.share is None and config.num_prompts is None:
+        text = (
+            "evaluation has no prompts; set evaluation.prompts to a file of held-out prompts, or evaluation.share "
+            "to hold out a part of workload.prompts"
+        )
+        raise RunError("evaluation.prompts", None, str, text)
+    if config.share is not None and not workload.sources:
+        text = f"evaluation.share {config.share:g} needs workload.prompts, of which it holds out a part"
+        raise RunError("evaluation.share", config.share, text=text, others=("workload.prompts",))
