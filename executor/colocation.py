@@ -2,7 +2,7 @@
 
 | side | commands | state while asleep |
 |---|---|---|
-| generation | `Generate`, `LoadWeights`, `StartReplica` | no KV cache; weights in host memory |
+| generation | `Generate`, `Evaluate`, `LoadWeights`, `StartReplica` | no KV cache; weights in host memory |
 | training | `StartTrainer`, `Score`, `Train`, `Step`, `PushWeights`, `SaveCheckpoint` | weights, gradients and optimizer in host memory |
 
 A command waits until the other side has no running command. Commands get their turn in the order of arrival, so neither
@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from streamrl.engine.messages import (
     Command,
+    Evaluate,
     Generate,
     LoadWeights,
     PushWeights,
@@ -56,7 +57,7 @@ class ColocatedRole(NamedTuple):
 def side_of(command: Command) -> Side | None:
     """Return the side of a command, or None if it needs no device."""
     match command:
-        case Generate() | LoadWeights() | StartReplica():
+        case Generate() | Evaluate() | LoadWeights() | StartReplica():
             return "generation"
         case StartTrainer() | Score() | Train() | Step() | PushWeights() | SaveCheckpoint():
             return "training"

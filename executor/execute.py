@@ -32,7 +32,11 @@ from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
 from streamrl.executor.run_guard import RunGuard
 from streamrl.executor.subscribers.attach_requests import with_attached
-from streamrl.executor.verifier.reward_checks import check_prompts, check_reward_model
+from streamrl.executor.verifier.reward_checks import (
+    check_prompts,
+    check_reward_model,
+    check_sources,
+)
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import longest_sequence
@@ -46,7 +50,9 @@ from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.policies_config import SyncConfig
+from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.targets.execute_limits import check_back_ends, uses_relays
 
 if TYPE_CHECKING:
@@ -198,11 +204,26 @@ def check_executable(run: Run) -> None:
         )
     if run.verifier.rewards:
         check_prompts(run.verifier, run.workload)
+    if run.evaluation is not None:
+        check_held_out(run.evaluation, run.verifier)
     check_reward_model(run.verifier)
     check_back_ends(run)
     check_chosen_classes(run)
     if run.execute.launcher != "ray":
         claim_gpus(roles)
+
+
+def check_held_out(config: EvaluationConfig, verifier: VerifierConfig) -> None:
+    """Raise `ValueError` if the held-out prompts cannot be read, or their rollouts cannot be scored."""
+    from streamrl.executor.evaluation import held_out_source, verifier_of
+
+    source = held_out_source(config)
+    if source is None and config.share is None:
+        key = "evaluation.prompts"
+        text = f"{key} is missing: set it to a file of held-out prompts, or set evaluation.share"
+        raise RunError(key, None, str, text)
+    if source is not None:
+        check_sources(verifier_of(config, verifier), [source])
 
 
 def check_installed(modules: Sequence[str], extra: str) -> None:
@@ -316,6 +337,7 @@ async def _execute_in(
     from streamrl.executor.environment.episodes import EpisodeRunner
     from streamrl.executor.environment.observation_tokens import ObservationEncoder
     from streamrl.executor.environment.session import EnvironmentHost, with_tool_format
+    from streamrl.executor.evaluation import HeldOut, held_out_prompts, verifier_of
     from streamrl.executor.launchers.role_configs import RoleConfigs
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
@@ -337,6 +359,23 @@ async def _execute_in(
     configs.end_rollouts_at(workload.end_tokens)
     workload.check_vocabulary(load_model(run.model).vocab_size)
     verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)
+    has_seeds = run.execute.deterministic or run.rollout.seed_rollouts
+    seed = run.seed if has_seeds else None
+    held_out: HeldOut | None = None
+    if run.evaluation is not None:
+        scores = verifier
+        if run.evaluation.scorer is not None:
+            own = verifier_of(run.evaluation, run.verifier)
+            scores = Verifier(own, directory.logs / "evaluation-verifier.log")
+        held_out = HeldOut(
+            run.evaluation,
+            run.evaluation.max_tokens or run.rollout.max_tokens,
+            held_out_prompts(run.evaluation, run.workload, workload),
+            scores,
+            seed,
+            directory.write_evaluated,
+            directory.write_evaluation,
+        )
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:
         check_prompt_tokens(directory.path, prompts)
@@ -373,8 +412,6 @@ async def _execute_in(
         if kept is not None and kept.num_rollouts:
             what = f"{kept.num_rollouts:,} rollouts with {kept.num_tokens:,} tokens"
             logger.info(f"{what} from before the restart are continued")
-        has_seeds = run.execute.deterministic or run.rollout.seed_rollouts
-        seed = run.seed if has_seeds else None
         buffer = RolloutBuffer(workload, run.num_trainers, seed, tokens, kept, run.environment)
         episodes = None
         if run.environment is not None and host is not None:
@@ -409,6 +446,7 @@ async def _execute_in(
             watch,
             guard.reason,
             episodes,
+            held_out,
         )
 
         def say() -> str:

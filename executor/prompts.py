@@ -22,7 +22,7 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.workload_config import RankerConfig, WorkloadConfig
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families, prompt_family
-from streamrl.workload.prompt_order import TailBatches, make_order
+from streamrl.workload.prompt_order import TailBatches, held_out_lines, make_order
 from streamrl.workload.prompt_records import EXPECTED, PromptSource, Record, read_sources
 from streamrl.workload.workload import Draw
 
@@ -50,7 +50,7 @@ class PromptWorkload:
         self.records = list(chain.from_iterable(source.records for source in sources))
         """Records of all data sets, concatenated. A line is an index into this list."""
         self.prompts = [
-            encode_ids(ids) for source in sources for ids in _tokenize(source, tokenizer, rendering)
+            encode_ids(ids) for source in sources for ids in tokenize(source, tokenizer, rendering)
         ]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
         self.has_chats = any(not isinstance(record["prompt"], str) for record in self.records)
@@ -66,6 +66,9 @@ class PromptWorkload:
         self.max_tokens = run.rollout.max_tokens
         """Maximum output tokens of a rollout."""
         self._sources = sources
+        share = None if run.evaluation is None else run.evaluation.share
+        self.held_out = held_out_lines([len(each.records) for each in sources], share, run.seed)
+        """Lines of prompts that are evaluated, and never trained on."""
         drawable = list(self._drawable(run.workload))
         self._lines_drawn = list(chain.from_iterable(drawable))
         """Lines that the order of prompts counts."""
@@ -201,6 +204,8 @@ class PromptWorkload:
             first += len(source.records)
             kept = [line for line, length in lengths.items() if length <= most]
             num_out = len(lengths) - len(kept)
+            held_out = frozenset(self.held_out)
+            kept = [line for line in kept if line not in held_out]
             if num_out:
                 left_out = (
                     f"{source.key}: {num_out} of {len(lengths)} prompts of {source.name} have more than "
@@ -267,7 +272,7 @@ def _check_expected(sources: Sequence[PromptSource], policy: str) -> None:
                 )
 
 
-def _tokenize(
+def tokenize(
     source: PromptSource, tokenizer: Any, arguments: Mapping[str, object]
 ) -> Iterator[list[int]]:
     """Yield the token ids of each prompt: a text with the model's special tokens, a chat by the chat template.

@@ -11,6 +11,8 @@
 | metrics.jsonl     | a line for each step, and for each roll-back                                              |
 | rollouts.jsonl    | a line for each verified rollout, and for each resume                                     |
 | samples.jsonl     | a line for each step with some of its samples, for people to read                         |
+| evaluations.jsonl | a line for each evaluation; see `streamrl.record.evaluation`                              |
+| evaluation_rollouts.jsonl | a line for each of their rollouts                                                 |
 | chrome_trace.json | the run since the last restart as a Chrome trace; see `streamrl.executor.monitoring`      |
 | faults.jsonl      | a line for each injected fault; see `streamrl.executor.faults`                            |
 | checkpoints/      | see `streamrl.executor.checkpoints`                                                       |
@@ -41,6 +43,7 @@ from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position, Tra
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
 from streamrl.record.chrome_trace import CHROME_TRACE
+from streamrl.record.evaluation import EVALUATED, EVALUATIONS, EvaluationResult, read_evaluations
 from streamrl.record.restarts import (
     KEPT_BY_A_RESUME,
     earlier_trace_numbers,
@@ -87,7 +90,7 @@ def changes(before: Run, now: Run) -> dict[str, str]:
 
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
-FILES = (LOCK, RUN, METRICS, ROLLOUTS, SAMPLES)
+FILES = (LOCK, RUN, METRICS, ROLLOUTS, SAMPLES, EVALUATIONS, EVALUATED)
 
 
 class RunDirectory(TrainerRecord):
@@ -108,6 +111,9 @@ class RunDirectory(TrainerRecord):
         self._rollouts: LineFile
         self._samples: LineFile | None = None
         """None before `open`, and after a write error."""
+        self._evaluations: LineFile | None = None
+        self._evaluated: LineFile | None = None
+        """None in runs without [evaluation]."""
         self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
@@ -143,6 +149,10 @@ class RunDirectory(TrainerRecord):
         self._rollouts = open_at_end(self.path / ROLLOUTS)
         self._samples = open_at_end(self.path / SAMPLES)
         self._files = [self.trace_file, self._metrics, self._rollouts, self._samples]
+        if run.evaluation is not None:
+            self._evaluations = open_at_end(self.path / EVALUATIONS)
+            self._evaluated = open_at_end(self.path / EVALUATED)
+            self._files += [self._evaluations, self._evaluated]
         self._trackers = Trackers(run.execute.trackers, self.path)
         if resume:
             self.damaged = self.checkpoints.resume_from(checkpoint)
@@ -192,8 +202,27 @@ class RunDirectory(TrainerRecord):
         step = figures.get("step")
         if isinstance(step, int):
             self._trackers.write(step, figures)
-        elif self._samples is not None:
+            return
+        for file in (self._evaluations, self._evaluated):
+            if file is not None:
+                file.write(json.dumps(figures).encode() + b"\n")
+        if self._samples is not None:
             self.write_samples(lambda: figures)
+
+    def write_evaluation(self, result: EvaluationResult) -> None:
+        """Add a line to evaluations.jsonl, and pass its scores to the trackers."""
+        assert self._evaluations is not None, "only a run with [evaluation] evaluates"
+        self._evaluations.write(msgspec.json.encode(result) + b"\n")
+        self._trackers.write(result.step, result.figures)
+
+    def write_evaluated(self, line: Mapping[str, object]) -> None:
+        """Add a line to evaluation_rollouts.jsonl."""
+        assert self._evaluated is not None, "only a run with [evaluation] evaluates"
+        self._evaluated.write(msgspec.json.encode(line) + b"\n")
+
+    def is_evaluated(self, version: int) -> bool:
+        """Return whether a version has a result that was not rolled back."""
+        return any(result.step == version for result in read_evaluations(self.path))
 
     def write_samples(self, make: Callable[[], SampledGroup | Mapping[str, object]]) -> None:
         """Add the result of `make` to samples.jsonl; after an error, write no further samples and continue the run."""
@@ -276,6 +305,11 @@ class RunDirectory(TrainerRecord):
             value, was = (attrgetter(key)(each) for each in (run, begun))
             text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: its checkpoints have no other weights"
             raise RunError(key, value, text=text)
+        shares = [each.evaluation and each.evaluation.share for each in (run, begun)]
+        if shares[0] != shares[1]:
+            key = "evaluation.share"
+            text = f"{key} is {shares[0]!r}, but the run in {str(self.path)!r} was begun with {shares[1]!r}: --resume needs the same"
+            raise RunError(key, shares[0], text=text)
         self.changes = changes(begun, run)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:

@@ -40,6 +40,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of its sampling. None: use the random state of the replica."""
     output_path: str | None = None
     """File for the output tokens. None: return them in the completion."""
+    evaluates: bool = False
+    """Whether it is on a held-out prompt, with the sampling of evaluations."""
 
 
 class CacheState(msgspec.Struct, frozen=True, kw_only=True):

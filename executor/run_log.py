@@ -11,6 +11,7 @@ from typing import TypeVar
 from streamrl.engine.messages import (
     Command,
     Drop,
+    Evaluate,
     Event,
     Failed,
     Generate,
@@ -94,6 +95,10 @@ class RunLog:
         match command:
             case Generate() | LoadWeights():
                 return command.replica not in self._state.fleet.replicas
+            case Evaluate():
+                own = self._state.evaluations
+                is_ended = own is None or own.running != command.version
+                return is_ended or command.replica not in self._state.fleet.replicas
             case PushWeights():
                 return self._state.pushing is None
             case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
@@ -197,6 +202,8 @@ class RunLog:
         match command:
             case Generate():
                 return f"replica {command.replica}: rollout {command.rollout}"
+            case Evaluate():
+                return f"replica {command.replica}: rollout {command.rollout} of the evaluation of step {command.version}"
             case Verify():
                 return f"verifier: score of rollout {command.rollout}"
             case LoadWeights():

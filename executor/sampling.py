@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.roles_config import RolloutConfig
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,6 +51,31 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WHOLE = Truncation()
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution from which tokens are sampled."""
+
+    temperature: float
+    """Divides the logits."""
+    truncation: Truncation = WHOLE
+
+
+GREEDY = Sampling(temperature=1.0, truncation=Truncation(top_k=1))
+"""Sampling at temperature 0: the most likely token."""
+
+
+def sampling_of(config: EvaluationConfig, rollout: RolloutConfig) -> Sampling:
+    """Return the sampling of evaluations: its own values, and those of training where it has none."""
+    temperature = rollout.temperature if config.temperature is None else config.temperature
+    if temperature == 0:
+        return GREEDY
+    truncation = Truncation(
+        top_k=config.top_k or rollout.top_k,
+        top_p=rollout.top_p if config.top_p is None else config.top_p,
+        min_p=rollout.min_p if config.min_p is None else config.min_p,
+    )
+    return Sampling(temperature=temperature, truncation=truncation)
 
 
 def truncated(

@@ -20,8 +20,11 @@ from streamrl.engine.messages import (
     Act,
     Close,
     Command,
+    DrawEvaluation,
     DrawPrompts,
     Drop,
+    EndEvaluation,
+    Evaluate,
     Event,
     Failed,
     Generate,
@@ -61,6 +64,7 @@ from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint
 from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side
 from streamrl.executor.environment.episodes import EpisodeRunner
+from streamrl.executor.evaluation import HeldOut
 from streamrl.executor.faults import TRAINER, RealFaults, read_struck
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher
@@ -86,7 +90,7 @@ from streamrl.workload.prompt_records import Record
 
 CLOSING_TIME = 30.0
 """Seconds in which all workers end after a run. Then they are killed; see `CLOSE_TIME` of a worker."""
-NO_EVENT = (Abort, Close, Truncate, Take, Skip, Postpone, Drop, Resize, Stop)
+NO_EVENT = (Abort, Close, Truncate, Take, Skip, Postpone, Drop, Resize, Stop, EndEvaluation)
 """Commands that end in no event."""
 STOP_TIME = 6.0
 """Least seconds that running commands have to end after an interruption; see `execute.grace`."""
@@ -109,6 +113,7 @@ class RealWorld(World[Trace]):
         watch: Callable[[Event, State, float], None] = lambda event, state, now: None,
         limit: Callable[[float], str | None] = lambda now: None,
         episodes: EpisodeRunner | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
         """Take the parts of a run; `watch` sees each event, and `limit` returns why the run must end now, or None.
 
@@ -122,6 +127,7 @@ class RealWorld(World[Trace]):
         self._resume_from = resume_from
         self._watch = watch
         self._limit = limit
+        self._held_out = held_out
         self._log = RunLog(engine.state, trace.run.secondary_trainer_names)
         self._replicas: dict[int, Replica] = {}
         self._verifier = verifier
@@ -170,7 +176,9 @@ class RealWorld(World[Trace]):
         Raises:
             RuntimeError: the run stopped before its last step; the message says why.
         """
-        begun = self.members.begin(self._resume_from)
+        resumed = self._resume_from
+        is_evaluated = resumed is not None and self._directory.is_evaluated(resumed.version)
+        begun = self.members.begin(resumed, is_evaluated=is_evaluated)
         self._began_at = time.monotonic()
         watch = asyncio.create_task(self._watch_commands())
         watch.add_done_callback(self._end_task)
@@ -218,9 +226,7 @@ class RealWorld(World[Trace]):
             replica.kill(reason)
         self._trainers.kill_all(reason)
         self._transfer.stop()
-        self._verifier.close()
-        if self._episodes is not None:
-            self._episodes.stop()
+        self._end_scoring()
 
     def emit(self, event: Event) -> None:
         """Let the engine handle `event`, and check whether the run is over."""
@@ -348,6 +354,13 @@ class RealWorld(World[Trace]):
                 return await self._stop_replica(command)
             case Promote():
                 return self.members.promote(command)
+            case DrawEvaluation():
+                return self._own_held_out.draw(command, self.now)
+            case Evaluate():
+                return await self._evaluate(command)
+            case EndEvaluation():
+                await self._end_evaluation(command)
+                return None
             case WakeAt(time_then):
                 await asyncio.sleep(max(0.0, time_then - self.now))
                 return Woke(time_then)
@@ -383,6 +396,32 @@ class RealWorld(World[Trace]):
         )
         self._stream.publish(rollout, buffered, text, record.get("prompt"))
         return Verified(rollout, buffered.reward)
+
+    @property
+    def _own_held_out(self) -> HeldOut:
+        assert self._held_out is not None, "only a run with [evaluation] evaluates"
+        return self._held_out
+
+    async def _evaluate(self, command: Evaluate) -> Event:
+        """Generate a rollout on a held-out prompt, and score it."""
+        held_out = self._own_held_out
+        request = held_out.request(command)
+        held_out.on_replicas[request.rollout] = command.replica
+        try:
+            completion = await self._replica(command.replica).evaluate(request)
+        finally:
+            del held_out.on_replicas[request.rollout]
+        return await held_out.score(command, completion)
+
+    async def _end_evaluation(self, command: EndEvaluation) -> None:
+        self._own_held_out.end(command, self.now)
+        running = list(self._own_held_out.on_replicas.items())
+        aborts = [
+            self._replicas[replica].abort(rollout)
+            for rollout, replica in running
+            if replica in self._replicas
+        ]
+        await asyncio.gather(*aborts, return_exceptions=True)  # a lost replica fails by itself
 
     async def _push(self, command: PushWeights) -> Event:
         """Push weights; pause before a repetition, and lose replicas that the last attempt does not reach.
@@ -445,6 +484,16 @@ class RealWorld(World[Trace]):
         del self._replicas[command.replica]
         return ReplicaStopped(command.replica)
 
+    def _end_scoring(self) -> None:
+        self._close_verifiers()
+        if self._episodes is not None:
+            self._episodes.stop()
+
+    def _close_verifiers(self) -> None:
+        self._verifier.close()
+        if self._held_out is not None:
+            self._held_out.close()
+
     def _initial_model(self) -> str:
         """Return the model directory that a replica loads first, before a manifest of newer weights."""
         path = self._run.model.path if self._resume_from is None else self._resume_from.path
@@ -470,13 +519,13 @@ class RealWorld(World[Trace]):
         reason = f"was killed: {type(command).__name__} took more than {limit:,.0f} s"
         self._given_up[number] = f"the role of {type(command).__name__} {reason}"
         match command:
-            case Generate() | Abort() | LoadWeights() | StartReplica() | StopReplica():
+            case Generate() | Evaluate() | Abort() | LoadWeights() | StartReplica() | StopReplica():
                 if command.replica in self._replicas:
                     self._replicas[command.replica].kill(reason)
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
                 self._trainers.kill(command.trainer, reason)
             case Verify():
-                self._verifier.close()
+                self._close_verifiers()
                 if self._episodes is not None:
                     self._episodes.kill(command.rollout)
             case Act():
@@ -489,7 +538,7 @@ class RealWorld(World[Trace]):
         reason = reason_of(error)
         if isinstance(error, WorkerLostError):
             match command:
-                case Generate() | LoadWeights() | Abort():
+                case Generate() | Evaluate() | LoadWeights() | Abort():
                     self._lose_replica(command.replica, reason)
                 case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
                     if self._trainers.num_lost[command.trainer] == num_lost:
@@ -548,7 +597,5 @@ class RealWorld(World[Trace]):
     async def _end_all(self) -> None:
         replicas = (replica.stop() for replica in self._replicas.values())
         await asyncio.gather(*replicas, self._trainers.stop(), return_exceptions=True)
-        self._verifier.close()
-        if self._episodes is not None:
-            self._episodes.stop()
+        self._end_scoring()
         await asyncio.gather(self._stream.close(), self._transfer.close())

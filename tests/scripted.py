@@ -15,6 +15,7 @@ from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.environment.observation_tokens import ObservationEncoder
 from streamrl.executor.environment.session import EnvironmentHost
+from streamrl.executor.evaluation import HeldOut, held_out_prompts
 from streamrl.executor.execute import find_kept, forget_lost_episodes
 from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
 from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
@@ -193,8 +194,9 @@ def make_world(
     )
     launcher = launcher_class(run, directory, **launcher_options)
     tokenizer = ScriptedTokenizer() if run.environment is None else TurnTokenizer()
+    workload, verifier = PromptWorkload(run, tokenizer), verifier_class()
     buffer = RolloutBuffer(
-        PromptWorkload(run, tokenizer),
+        workload,
         run.num_trainers,
         run.seed if run.execute.deterministic else None,
         tokens,
@@ -205,12 +207,22 @@ def make_world(
         host = EnvironmentHost(run.environment, directory.logs / "environment.log")
         encoder = ObservationEncoder(tokenizer, (), has_chats=False)
         kwargs["episodes"] = EpisodeRunner(run.environment, host, encoder, buffer)
+    if run.evaluation is not None:
+        kwargs["held_out"] = HeldOut(
+            run.evaluation,
+            run.evaluation.max_tokens or run.rollout.max_tokens,
+            held_out_prompts(run.evaluation, run.workload, workload),
+            verifier,
+            None,
+            directory.write_evaluated,
+            directory.write_evaluation,
+        )
     return RealWorld(
         Trace(run, "real", {}, directory.trace_file, leg=directory.leg),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
         buffer,
-        verifier_class(),
+        verifier,
         make_transfer,
         directory,
         records,

@@ -78,7 +78,7 @@ class ScriptedReplica(ReplicaWorker):
     async def generate(self, request: Request) -> Completion:
         self._check(request)
         return await super().generate(
-            msgspec.structs.replace(request, prompt=encode_ids([request.rollout]))
+            msgspec.structs.replace(request, prompt=encode_ids([request.rollout % 2**31]))
         )
 
     async def break_engine(self) -> None:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+from msgspec import convert, to_builtins
 from msgspec.structs import asdict, replace
 from numpy.random import SeedSequence
 
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config
+from streamrl.executor.sampling import Sampling, sampling_of
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
 
 LOGITS_CHUNK = 1024
@@ -40,11 +43,13 @@ class RoleConfigs:
         """Return the settings of a replica of a kind, which loads a model directory first."""
         run = self._run.of_kind(kind)
         most = None if run.environment is None else run.environment.max_context
+        evaluation = run.evaluation
         config: Config = {
             "model": model,
             "tokenizer": model,
             "max_running": run.rollout.max_running,
-            "max_tokens": run.rollout.max_tokens if most is None else most - 1,
+            "max_tokens": _most_tokens(run.rollout, most, evaluation),
+            "evaluation": _own_sampling(evaluation, run.rollout),
             "max_prompt_tokens": run.workload.max_prompt_tokens,
             "max_context": most,
             **_sampling(run.rollout),
@@ -142,6 +147,25 @@ def _sampling(rollout: RolloutConfig) -> Config:
     """Return the distribution that replicas sample from, and whose log-probabilities the trainer computes."""
     truncation = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
     return {"temperature": rollout.temperature, "truncation": truncation}
+
+
+def _most_tokens(
+    rollout: RolloutConfig, max_context: int | None, evaluation: EvaluationConfig | None
+) -> int:
+    """Return the maximum output tokens of a rollout, of training or on a held-out prompt."""
+    if max_context is not None:
+        return max_context - 1
+    return max(rollout.max_tokens, 0 if evaluation is None else evaluation.max_tokens or 0)
+
+
+def _own_sampling(
+    evaluation: EvaluationConfig | None, rollout: RolloutConfig
+) -> dict[str, object] | None:
+    """Return the sampling of evaluations where it differs from that of training."""
+    if evaluation is None:
+        return None
+    own = to_builtins(sampling_of(evaluation, rollout))
+    return None if own == to_builtins(convert(_sampling(rollout), Sampling)) else own
 
 
 def sampling_seed(seed: int, replica_id: int, num_starts: int) -> int:

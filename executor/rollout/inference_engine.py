@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from streamrl.executor.roles import CacheState, Manifest
-from streamrl.executor.sampling import WHOLE, IsOver, Truncation
+from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
 from streamrl.runfile.backend_choice import RolloutBackend
 
 PREFILL_TOKENS = 512
@@ -50,6 +50,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Divides the logits before sampling."""
     truncation: Truncation = WHOLE
     """Tokens that may be sampled."""
+    evaluation: Sampling | None = None
+    """Sampling of rollouts on held-out prompts; None: the replica has none."""
     stop: tuple[str, ...] = ()
     """Texts that end a rollout; they need a tokenizer."""
     seed: int
@@ -88,6 +90,11 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def sampling(self, *, evaluates: bool) -> Sampling:
+        """Return the distribution of training rollouts, or of those on held-out prompts."""
+        own = Sampling(temperature=self.temperature, truncation=self.truncation)
+        return self.evaluation or own if evaluates else own
 
     @property
     def max_length(self) -> int:
@@ -172,8 +179,11 @@ class InferenceEngine(Protocol):
         seed: int | None,
         priority: int,
         is_over: IsOver | None = None,
+        evaluates: bool = False,
     ) -> str:
         """Generate after `tokens` (prompt and prefix); return a unique name of this run.
+
+        With `evaluates`, the run has the sampling of `ReplicaSettings.evaluation`, beside others that do not.
 
         With `is_over`, which is called with the output so far after each token, the run ends at the first token for
         which it is true. Its output has no later token.

@@ -90,6 +90,13 @@ class Replica:
             check_completion(request, completion)
             return self._with_pressure(self._buffer.end(buffered, completion), completion)
 
+    async def evaluate(self, request: Request) -> Completion:
+        """Generate a rollout on a held-out prompt, which is in no buffer."""
+        await self._may_generate.wait()
+        completion = await self._worker.generate(request)
+        check_completion(request, completion)
+        return completion
+
     def _with_pressure(self, event: Generated, completion: Completion) -> Generated:
         """Add the cache's use to an event, and the preemptions since the last report."""
         cache = completion.cache

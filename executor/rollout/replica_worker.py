@@ -289,6 +289,8 @@ class ReplicaWorker(ReplicaRole):
         request = attempt.request
         attempt.started_at = time.perf_counter()
         attempt.versions = [(self._version, 0)]
+        has_own_sampling = request.evaluates and self.config.evaluation is not None
+        evaluates: dict[str, Any] = {"evaluates": True} if has_own_sampling else {}
         try:
             attempt.run = self._engine.submit(
                 [*decode_ids(request.prompt).tolist(), *attempt.prefix],
@@ -297,6 +299,7 @@ class ReplicaWorker(ReplicaRole):
                 request.seed,
                 request.priority,
                 *(() if attempt.is_over is None else (attempt.is_over,)),
+                **evaluates,
             )
             self._running.add(attempt)
         except RuntimeError as error:

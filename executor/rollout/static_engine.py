@@ -30,7 +30,7 @@ from streamrl.executor.rollout.inference_engine import (
 )
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import end_tokens, load_model, move, read_weights
-from streamrl.executor.sampling import IsOver, truncated
+from streamrl.executor.sampling import IsOver, Sampling, truncated
 
 PADDING = 0
 """Any token id: padding is on the left, where the attention mask hides it."""
@@ -47,6 +47,8 @@ class _Row:
     """Generator of this sequence alone; None: use the engine's."""
     ends: IsOver | None = None
     """Whether the sequence ends with its last token; None: only end tokens and its length end it."""
+    evaluates: bool = False
+    """Whether it has the sampling of evaluations."""
     prefill_at: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -121,6 +123,7 @@ class StaticEngine:
         seed: int | None,
         priority: int,
         is_over: IsOver | None = None,
+        evaluates: bool = False,
     ) -> str:
         """Add a sequence to the next batch, which begins when control returns to the event loop."""
         self._check_alive()
@@ -129,7 +132,7 @@ class StaticEngine:
             asyncio.get_running_loop().call_soon(self._begin)
         run = next(self._ids)
         own = None if seed is None else torch.Generator(self._settings.device).manual_seed(seed)
-        self._rows[run] = _Row(tokens, max_new_tokens, on_end, own, is_over)
+        self._rows[run] = _Row(tokens, max_new_tokens, on_end, own, is_over, evaluates)
         return run
 
     @asynccontextmanager
@@ -298,5 +301,14 @@ class _Batch:
             **self._cached,
         )
         self._is_token = torch.cat([self._is_token, self._is_token.new_ones(len(self._rows), 1)], 1)
-        scaled = output.logits[:, -1].float() / self._settings.temperature
-        return torch.log_softmax(truncated(scaled, self._settings.truncation), dim=-1)
+        logits = output.logits[:, -1].float()
+        logprobs = _logprobs(logits, self._settings.sampling(evaluates=False))
+        if any(row.evaluates for row in self._rows):
+            own = torch.tensor([row.evaluates for row in self._rows], device=logits.device)
+            logprobs[own] = _logprobs(logits[own], self._settings.sampling(evaluates=True))
+        return logprobs
+
+
+def _logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    scaled = logits / sampling.temperature
+    return torch.log_softmax(truncated(scaled, sampling.truncation), dim=-1)

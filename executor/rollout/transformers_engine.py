@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -325,6 +325,7 @@ class TransformersEngine:
         seed: int | None,
         priority: int,
         is_over: IsOver | None = None,
+        evaluates: bool = False,
     ) -> str:
         """Generate after `tokens` from the next forward pass on; `on_end` gets the output or an error.
 
@@ -341,6 +342,7 @@ class TransformersEngine:
             max_new_tokens=max_new_tokens,
             record_timestamps=True,
             streaming=is_over is not None,  # then each token is delivered with all before it
+            **({EVALUATES: 1} if evaluates else {}),
         )
         if accepted is None:
             self._forget(run)
@@ -507,7 +509,10 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
         num_pages = 1 if _slides(model) else math.ceil(max_length / PAGE_TOKENS)
         page_size = num_pages * PAGE_TOKENS
     manager = model.init_continuous_batching(
-        _sampling(settings.temperature, end_tokens(model, settings.end_tokens)),
+        _sampling(
+            1.0 if settings.evaluation is not None else settings.temperature,
+            end_tokens(model, settings.end_tokens),
+        ),
         ContinuousBatchingConfig(
             page_size=page_size,
             num_blocks=max_running * math.ceil(max_length / page_size),
@@ -521,11 +526,50 @@ def _init_batching(model: Any, settings: ReplicaSettings) -> Any:
             seed=settings.seed,
         ),
     )
-    if not settings.truncation.is_whole:
+    if settings.evaluation is not None:
+        _sample_each(manager.logit_processor, settings)
+    elif not settings.truncation.is_whole:
         processors = manager.logit_processor
         processors.logits_processor.append(Truncate(settings.truncation))
         processors.do_processing = True
     return manager
+
+
+EVALUATES = "evaluates"
+"""Argument of a request of continuous batching that has the sampling of evaluations."""
+
+
+def _sample_each(processors: Any, settings: ReplicaSettings) -> None:
+    """Let each request have the sampling of training or of evaluations, in a batch with both."""
+    from transformers.generation.continuous_batching.cb_logits_processors import (
+        ContinuousBatchingLogitsProcessor,
+    )
+
+    train, evaluate = (settings.sampling(evaluates=each) for each in (False, True))
+
+    class SampleEach(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # its types are not read
+        supported_kwargs: ClassVar[dict[str, type]] = {EVALUATES: int}
+        ignored_kwargs: ClassVar[tuple[str, ...]] = ()
+
+        def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+            int32_tensor.zero_()
+
+        def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+            arguments = (each.state.logit_processor_kwargs for each in requests_with_new_token)
+            return torch.tensor([each.get(EVALUATES, 0) for each in arguments], dtype=torch.int32)
+
+        def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+            is_own = tensor_arg[: len(scores)].bool()
+            scaled = truncated(scores / train.temperature, train.truncation)
+            if bool(is_own.any()):
+                own = scores[is_own] / evaluate.temperature
+                scaled[is_own] = truncated(own, evaluate.truncation)
+            return scaled
+
+    processors.logits_processor.append(SampleEach())
+    processors.tensors_required += 1
+    processors.supported_keys[EVALUATES] = int
+    processors.do_processing = True
 
 
 class Truncate(LogitsProcessor):  # type: ignore[misc]  # its types are not read

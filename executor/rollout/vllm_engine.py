@@ -240,6 +240,7 @@ class VllmEngine:
         seed: int | None,
         priority: int,
         is_over: IsOver | None = None,
+        evaluates: bool = False,
     ) -> str:
         """Generate after `tokens` from the next pass that has room."""
         self._check_alive()
@@ -251,7 +252,8 @@ class VllmEngine:
         name = str(self._num_runs)
         run = self._runs[name] = _Run(on_end, is_over, starts=[(self._weights, 0)])
         prompt = {"prompt_token_ids": tokens, "cache_salt": self._weights}
-        sampling = make_sampling(self._settings, max_new_tokens, self.end_tokens, seed)
+        distribution = self._settings.sampling(evaluates=evaluates)
+        sampling = make_sampling(distribution, max_new_tokens, self.end_tokens, seed)
         adapters = None if self._adapters is None else self._adapters.request()
         outputs = self._llm.generate(
             prompt, sampling, name, priority=priority, lora_request=adapters

@@ -20,6 +20,7 @@ import torch
 
 from streamrl.executor.adapter_layers import A, B, adapted_layers
 from streamrl.executor.rollout.inference_engine import GPU_PASS_TOKENS, ReplicaSettings
+from streamrl.executor.sampling import Sampling
 from streamrl.executor.transfer.adapters import read_adapters, write_adapters
 from streamrl.hardware.hugging_face import read_config_json
 from streamrl.targets.execute_limits import VLLM_PLACES
@@ -199,17 +200,17 @@ def device_arguments(settings: ReplicaSettings) -> dict[str, Any]:
 
 
 def make_sampling(
-    settings: ReplicaSettings, max_new_tokens: int, ends: frozenset[int], seed: int | None
+    sampling: Sampling, max_new_tokens: int, ends: frozenset[int], seed: int | None
 ) -> Any:
     """Return sampling parameters: the log-probability of each token among those that may be sampled, and streamed output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=settings.temperature,
-        top_k=settings.truncation.top_k or 0,
-        top_p=settings.truncation.top_p,
-        min_p=settings.truncation.min_p,
+        temperature=sampling.temperature,
+        top_k=sampling.truncation.top_k or 0,
+        top_p=sampling.truncation.top_p,
+        min_p=sampling.truncation.min_p,
         max_tokens=max_new_tokens,
         stop_token_ids=sorted(ends),
         ignore_eos=True,  # only the tokens above end a rollout

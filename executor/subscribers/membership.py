@@ -69,7 +69,7 @@ class Membership:
         """Events of trainers that are being detached; each is set when its trainer has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, resume_from: Checkpoint | None) -> RunStarted:
+    def begin(self, resume_from: Checkpoint | None, *, is_evaluated: bool = False) -> RunStarted:
         """Return the start or resume position of every trainer, and set the buffer to the same position."""
         at = Position(version=0, groups_done=0)
         if resume_from is not None:
@@ -79,7 +79,9 @@ class Membership:
         followers = (each.position.as_saved(number) for number, each in saves if each is not None)
         promoted = self._resume_promoted(at.version)
         away = tuple(sorted(self.away))
-        begun = RunStarted(at.version, at.groups_done, tuple(followers), away, promoted)
+        begun = RunStarted(
+            at.version, at.groups_done, tuple(followers), away, promoted, is_evaluated
+        )
         for saved in begun.followers:
             for group in drawn_again(begun, saved):
                 self._buffer.leave(group, saved.trainer)

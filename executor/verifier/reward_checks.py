@@ -82,7 +82,11 @@ def find_missing_fields(
 
 def check_prompts(verifier: VerifierConfig, workload: WorkloadConfig) -> None:
     """Raise `ValueError` if the run's scorers cannot score every rollout of every prompt."""
-    sources = read_sources(workload)
+    check_sources(verifier, read_sources(workload))
+
+
+def check_sources(verifier: VerifierConfig, sources: Sequence[PromptSource]) -> None:
+    """Raise `ValueError` if scorers cannot score every rollout of every prompt of data sets."""
     for source in sources:
         _check_all_are_scored(source, verifier.rewards)
     for number, reward in enumerate(verifier.rewards):

@@ -52,6 +52,25 @@ def make_order(workload: WorkloadConfig, seed: int, sizes: Sequence[int]) -> Pro
     return MixedOrder(seed, sizes, workload.source_weights, is_shuffled)
 
 
+def held_out_lines(sizes: Sequence[int], share: float | None, seed: int) -> list[int]:
+    """Return the lines that are held out: a random share of each data set, at least one line, in order.
+
+    Args:
+        sizes: prompts of each data set; lines count through all of them.
+        share: share of each that is held out; None for none.
+        seed: the run's seed.
+    """
+    found: list[int] = []
+    first = 0
+    for size in sizes if share is not None else ():
+        assert share is not None
+        num = min(size - 1, max(1, round(share * size)))
+        chosen = np.random.default_rng([seed, first, size]).permutation(size)[:num]
+        found += [first + int(line) for line in sorted(chosen)]
+        first += size
+    return found
+
+
 class FileOrder:
     """Prompts in file order, epoch after epoch."""
 

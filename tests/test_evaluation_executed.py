@@ -1,0 +1,197 @@
+"""Evaluations of executed runs, with scripted roles: their files, lost replicas, a resume and their scores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.engine.messages import (
+    EndEvaluation,
+    Evaluate,
+    Evaluated,
+    EvaluationDrawn,
+    Event,
+    Failed,
+    Stepped,
+)
+from streamrl.engine.state import State
+from streamrl.engine.trace import read_trace, replay
+from streamrl.executor.sampling import GREEDY, Sampling, Truncation, sampling_of
+from streamrl.record.evaluation import (
+    EVALUATED,
+    EvaluationResult,
+    difference,
+    mean_of,
+    pass_at,
+    quantile,
+    read_evaluations,
+    scores_of,
+    wilson,
+)
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.workload.prompt_order import held_out_lines
+from tests.scripted import make_world
+from tests.test_execute import execute, real_run
+from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+
+HELD_OUT = {"share": 0.4, "every": 2, "samples": 3}
+
+
+def evaluated_versions(directory: Path) -> list[int]:
+    """Return the versions that a run has evaluated."""
+    return [result.step for result in read_evaluations(directory)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("system", ["stream-sync", "fully-async", "colocated"])
+def test_an_executed_run_evaluates_each_due_version_and_replays(
+    tmp_path: Path, system: str, beside: bool
+) -> None:
+    run = real_run(tmp_path, policies__system=system, evaluation={**HELD_OUT, "beside": beside})
+    trace = execute(run)
+    assert evaluated_versions(tmp_path / "run") == [0, 2, 4]
+    rollouts = [json.loads(line) for line in (tmp_path / "run" / EVALUATED).open()]
+    assert len(rollouts) == 3 * 3 * 3  # versions, prompts, samples
+    assert {each["place"] for each in rollouts}.isdisjoint(_trained(tmp_path / "run"))
+    check_every_command_ends_once(trace)
+    check_every_rollout_is_accounted_for(trace)
+    assert replay(trace, checks_invariants=True) is None
+
+
+def _trained(directory: Path) -> set[str]:
+    return {json.loads(line)["place"] for line in (directory / "rollouts.jsonl").open()}
+
+
+def test_a_result_has_the_rewards_of_its_rollouts(tmp_path: Path) -> None:
+    trace = execute(real_run(tmp_path, evaluation=HELD_OUT))
+    (first, *_) = read_evaluations(tmp_path / "run")
+    rewards = {
+        event.rollout: event.reward
+        for _, event, _ in trace.entries
+        if isinstance(event, Evaluated) and event.version == 0
+    }
+    assert [each for of in first.rewards.values() for each in of] == [
+        rewards[number] for number in sorted(rewards)
+    ]
+    assert first.num_failed == 0 and first.num_prompts == 3
+    assert list(first.scores) == ["avg@3", "pass@1", "pass@3"]
+
+
+def test_a_replica_killed_in_an_evaluation_loses_none_of_its_rollouts(tmp_path: Path) -> None:
+    run = real_run(tmp_path, evaluation=HELD_OUT, policies__system="stream-sync")
+    killed: list[int] = []
+
+    async def go() -> None:
+        def watch(event: Event, state: State, now: float) -> None:
+            if isinstance(event, Evaluated) and event.version == 2 and not killed:
+                killed.append(1)
+                assert state.evaluations is not None and state.evaluations.sent
+                replica = next(iter(state.evaluations.sent.values()))
+                world._replicas[replica].kill("pulled the plug")
+
+        world = make_world(run, {}, watch=watch)
+        with contextlib.closing(world._directory):
+            await world.run()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert killed
+    results = read_evaluations(tmp_path / "run")
+    assert [(each.step, each.num_failed) for each in results] == [(0, 0), (2, 0), (4, 0)]
+    assert replay(read_trace(tmp_path / "run" / "trace.jsonl"), checks_invariants=True) is None
+
+
+def test_a_resumed_run_does_not_evaluate_its_checkpoint_again(tmp_path: Path) -> None:
+    changes = {"execute__checkpoint_every": 2, "policies__system": "stream-sync"}
+    execute(real_run(tmp_path, evaluation=HELD_OUT, **changes))
+    execute(real_run(tmp_path, evaluation=HELD_OUT, algorithm__steps=6, **changes), resume=True)
+    assert evaluated_versions(tmp_path / "run") == [0, 2, 4, 6]
+
+
+def test_an_interrupted_evaluation_has_no_result(tmp_path: Path) -> None:
+    run = real_run(tmp_path, evaluation=HELD_OUT, policies__system="stream-sync")
+
+    async def go() -> None:
+        def watch(event: Event, state: State, now: float) -> None:
+            if isinstance(event, EvaluationDrawn) and event.version == 2:
+                world.interrupt("Ctrl-C")
+
+        world = make_world(run, {}, watch=watch)
+        with contextlib.closing(world._directory):
+            await world.run()
+
+    with pytest.raises(RuntimeError, match="Ctrl-C"):
+        asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert evaluated_versions(tmp_path / "run") == [0]
+    trace = read_trace(tmp_path / "run" / "trace.jsonl")
+    ends = [c for entry in trace.entries for c in entry.commands if isinstance(c, EndEvaluation)]
+    assert [(each.version, bool(each.reason)) for each in ends] == [(0, False), (2, True)]
+    assert sum(isinstance(entry.event, Stepped) for entry in trace.entries) == 2
+    failed = [entry.event for entry in trace.entries if isinstance(entry.event, Failed)]
+    assert any(isinstance(each.command, Evaluate) for each in failed)
+
+
+# Scores -------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_solved_rollout() -> None:
+    from itertools import combinations
+
+    rollouts = [1, 0, 0, 1, 0]
+    for k in range(1, 6):
+        subsets = list(combinations(rollouts, k))
+        assert len(subsets) == comb(5, k)
+        assert pass_at(k, 2, 5) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+
+
+def test_intervals_are_those_of_the_tables() -> None:
+    # Student's t: two-sided 95 % quantiles of 1, 2, 5 and 30 degrees of freedom
+    for freedom, expected in ((1, 12.706), (2, 4.303), (5, 2.571), (30, 2.042)):
+        assert quantile(0.95, freedom) == pytest.approx(expected, rel=2e-3)
+    # Wilson 1927: 10 of 20
+    assert wilson(0.5, 20, 0.95) == pytest.approx((0.2993, 0.7007), abs=1e-4)
+    low, high = wilson(1.0, 20, 0.95)
+    assert low == pytest.approx(0.8389, abs=1e-4) and high == 1.0
+    solved = mean_of([1.0] * 20, 0.95)
+    assert (solved.low, solved.high) == (low, high)
+    score = mean_of([0.0, 0.5, 1.0, 0.5], 0.95)
+    assert score.value == 0.5
+    assert score.high - 0.5 == pytest.approx(3.182 * 0.40825 / 2, rel=0.01)
+
+
+def test_the_difference_of_two_evaluations_is_paired_by_prompt() -> None:
+    config = EvaluationConfig(prompts="x", samples=2)
+
+    def result(rewards: dict[int, list[float]]) -> EvaluationResult:
+        facts: dict[str, Any] = {"time": 0.0, "seconds": 1.0, "num_prompts": 4, "samples": 2}
+        facts |= {"confidence": 0.95, "mean_tokens": 1.0, "truncated_share": 0.0}
+        return EvaluationResult(step=0, scores=scores_of(rewards, config), rewards=rewards, **facts)
+
+    before = result({0: [0, 0], 1: [1, 1], 2: [0, 1], 3: [0, 0]})
+    after = result({0: [0, 1], 1: [1, 1], 2: [1, 1], 3: [0, 1]})
+    found = difference(after, before, config)["avg@2"]
+    assert found.num_prompts == 4 and found.score.value == pytest.approx(0.375)
+    widths = [each.scores["avg@2"].high - each.scores["avg@2"].low for each in (before, after)]
+    assert found.score.high - found.score.low < min(widths)
+    assert not difference(after, after, config)["avg@2"].is_clear
+
+
+def test_evaluations_sample_as_training_does_where_nothing_else_is_said(tmp_path: Path) -> None:
+    rollout = real_run(tmp_path, rollout__temperature=0.7, rollout__top_p=0.9).rollout
+    same = Sampling(temperature=0.7, truncation=Truncation(top_p=0.9))
+    assert sampling_of(EvaluationConfig(), rollout) == same
+    assert sampling_of(EvaluationConfig(temperature=0.0), rollout) == GREEDY
+    own = sampling_of(EvaluationConfig(top_k=5, top_p=1.0), rollout)
+    assert own == Sampling(temperature=0.7, truncation=Truncation(top_k=5))
+
+
+def test_a_share_of_each_data_set_is_held_out() -> None:
+    lines = held_out_lines([10, 5], 0.2, seed=3)
+    assert len(lines) == 3 and sum(line < 10 for line in lines) == 2
+    assert lines == held_out_lines([10, 5], 0.2, seed=3) != held_out_lines([10, 5], 0.2, seed=4)
+    assert held_out_lines([10], None, seed=3) == []
