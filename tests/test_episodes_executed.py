@@ -193,7 +193,7 @@ def test_a_faulty_environment_ends_the_run_with_its_reason(tmp_path: Path) -> No
 
 def test_an_episode_ends_at_its_turns_its_tokens_its_context_and_its_time(tmp_path: Path) -> None:
     ends = {
-        "turns": ({"env__max_turns": 2}, 2),
+        "turns": ({"env__max_turns": 2, "env__action_time_limit": "5 s"}, 2),
         "time": ({"env__episode_time_limit": "1 ms"}, None),
         "tokens": ({"rollout__max_tokens": 9}, None),
         "context": ({"env__max_context": 60, "workload__max_prompt_tokens": 40}, None),

@@ -105,9 +105,13 @@ def main(options: Options) -> None:
 def _described(kind: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the schemas of the tools of a class; one object is made if they depend on its arguments."""
     tools = getattr(kind, "tools", ())
-    if isinstance(tools, property):
-        tools = kind(**arguments).tools
-    yield from tools
+    if not isinstance(tools, property):
+        yield from tools
+        return
+    environment = kind(**arguments)
+    yield from environment.tools
+    if hasattr(environment, "close"):
+        environment.close()
 
 
 def _say(connection: socket.socket, description: Description) -> None:

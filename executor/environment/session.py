@@ -86,9 +86,10 @@ class Session:
 
     async def step(self, action: str, limit: float | None) -> Answer:
         """Return the answer to an action; an action that cannot be stopped at its limit ends the episode."""
-        request = {"do": "step", "action": action, "limit": limit}
+        seconds = inf if limit is None else float(limit)
+        request = {"do": "step", "action": action, "limit": None if limit is None else seconds}
         try:
-            answer = await self._ask(request, inf if limit is None else limit + END_TIME)
+            answer = await self._ask(request, seconds + END_TIME)
         except TimeoutError:
             self.kill()
             answer = Answer(done=True, timed_out=True)

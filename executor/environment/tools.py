@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -64,12 +65,7 @@ class ToolEnvironment:
                 own = schema["function"]["name"]
                 yield Tool(schema, lambda arguments, own=own: connection.call(own, arguments))  # type: ignore[misc]  # the default binds the name
             return
-        named = class_of(name)
-        if named is None:
-            raise TypeError(
-                f"{name!r} is no tool: write python:FILE.py:FUNCTION, MODULE:FUNCTION or mcp:COMMAND"
-            )
-        function = import_function(named)
+        function = imported(name)
         yield Tool(schema_of(function), lambda arguments: shown(call(function, arguments)))
 
     @property
@@ -104,6 +100,21 @@ class ToolEnvironment:
         """End the connections to MCP servers."""
         for connection in self._connections:
             connection.close()
+
+
+@cache
+def imported(name: str) -> Callable[..., Any]:
+    """Import a function. The host imports it once, because the sandbox of a worker does not allow to read its file.
+
+    Raises:
+        TypeError: the name is malformed, or there is no such function.
+    """
+    named = class_of(name)
+    if named is None:
+        raise TypeError(
+            f"{name!r} is no tool: write python:FILE.py:FUNCTION, MODULE:FUNCTION or mcp:COMMAND"
+        )
+    return import_function(named)
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
