@@ -9,6 +9,7 @@
 #   make test-engines    vLLM and DeepSpeed, in an environment of their own
 #   make test-vllm       vLLM alone, in the same environment
 #   make test-deepspeed  DeepSpeed alone, in the same environment
+#   make test-fsdp2       FSDP2 and tensor parallelism on several ranks; two minutes
 #   make test-ray        Ray clusters of several nodes on this machine, in the same environment
 #   make test-trl        losses and gradients against TRL's, in an environment of its own
 #   make test-exports    exported scripts against the parsers of verl and OpenRLHF, in an environment of its own
@@ -76,7 +77,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -132,6 +133,9 @@ test-ray: $(ENGINES)/.ready
 
 test-trl: $(TRL)/.ready
 	$(TRL)/bin/python -m pytest -m trl tests/test_trl_losses.py
+
+test-fsdp2: $(READY)
+	$(BIN)/python -m pytest $(COMPUTING) -m "fsdp2 and not ray"
 
 test-exports: $(EXPORTS)/.ready
 	$(EXPORTS)/bin/python -m pytest -m exports tests/test_export_parsers.py

@@ -30,6 +30,7 @@ from streamrl.executor.pretrained import load_pretrained
 from streamrl.executor.prompts import load_tokenizer
 from streamrl.executor.roles import Manifest
 from streamrl.executor.trainer.adapters import adapters_of, add_adapters
+from streamrl.executor.trainer.training_backend import state_of
 from streamrl.executor.transfer.bucket_check import verify_buckets
 from streamrl.executor.transfer.delta import decode_delta, encode_delta
 from streamrl.executor.transfer.shared_directory import SharedDirectory
@@ -233,7 +234,7 @@ def dump(model: Any, directory: Path, files: dict[str, int]) -> None:
     from safetensors.torch import save_file
 
     for dtype in files:
-        tensors = dict(cast_tensors(dict(model.state_dict()), getattr(torch, dtype)))
+        tensors = dict(cast_tensors(state_of(model).items(), getattr(torch, dtype)))
         unique = {tensor.data_ptr(): name for name, tensor in tensors.items()}
         save_file({name: tensors[name] for name in unique.values()}, directory / dtype)
 

@@ -77,6 +77,7 @@ TRAINERS = [
     pytest.param("torch", 2, 0, id="torch-2"),
     pytest.param("deepspeed", 1, 1, id="deepspeed-1", marks=pytest.mark.deepspeed),
     pytest.param("deepspeed", 2, 3, id="deepspeed-2", marks=pytest.mark.deepspeed),
+    pytest.param("fsdp2", 2, 3, id="fsdp2-2", marks=pytest.mark.fsdp2),
 ]
 
 
@@ -112,7 +113,10 @@ def test_every_trainer_trains(
             for name in ("raft", "dpo", "ppo")
         ),
         # A critic is a model of its own; of the others DeepSpeed sees a loss, whose gradient `test_ranks` looks at.
-        pytest.param("ppo", *TRAINERS[2].values, id="ppo-deepspeed-2", marks=TRAINERS[2].marks),
+        *(
+            pytest.param("ppo", *each.values, id=f"ppo-{each.id}", marks=each.marks)
+            for each in TRAINERS[2:]
+        ),
     ],
 )
 def test_every_algorithm_trains(
@@ -155,6 +159,8 @@ MODES = {
         ("lora", "torch", 2, 0),
         pytest.param("delta", "deepspeed", 2, 3, marks=pytest.mark.deepspeed),
         pytest.param("lora", "deepspeed", 2, 3, marks=pytest.mark.deepspeed),
+        pytest.param("delta", "fsdp2", 2, 3, marks=pytest.mark.fsdp2),
+        pytest.param("lora", "fsdp2", 2, 3, marks=pytest.mark.fsdp2),
     ],
 )
 def test_weights_go_every_way(
@@ -173,7 +179,7 @@ def test_weights_go_every_way(
         assert all(event.num_bytes < whole for event in pushed.values())
 
 
-@pytest.mark.parametrize(("backend", "num_ranks", "zero"), [TRAINERS[0], TRAINERS[2]])
+@pytest.mark.parametrize(("backend", "num_ranks", "zero"), [TRAINERS[0], *TRAINERS[2:]])
 def test_a_rank_that_dies_costs_no_rollout(
     backend: str, num_ranks: int, zero: int, tmp_path: Path
 ) -> None:

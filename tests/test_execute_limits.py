@@ -134,7 +134,7 @@ def test_adapters_need_safetensors_to_be_merged_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"trainer.data_parallel": 2}, "where trainer.data_parallel is 2"),
+        ({"trainer.data_parallel": 2}, "where trainer has 2 ranks"),
         (
             {"rollout.tensor_parallel": 2, "rollout.backend": "vllm"},
             "where rollout.tensor_parallel is 2",

@@ -52,15 +52,15 @@ def test_a_target_runs_every_plan_of_a_mixture(target: TargetName) -> None:
         check_target(run, target)
 
 
-def test_most_plans_of_an_open_search_are_not_run_by_execute() -> None:
+def test_not_all_plans_of_an_open_search_are_run_by_execute() -> None:
     space = planned_space(offer_for(SMALL, None, micro_batch=[2]))
     verdicts = [verdict_of(run, "execute").can_run for run in sample(space, 40)]
-    assert sum(verdicts) < 20
+    assert 0 < sum(verdicts) < 40
 
 
 def test_what_a_target_does_not_run_is_counted_by_its_key() -> None:
     space = planned_space(offer_for(SMALL, "execute", micro_batch=[2]))
-    assert space.cut["not run by execute: trainer.offload"] > 0
+    assert space.cut["not run by execute: trainer.zero"] > 0
     space = planned_space(offer_for(SMALL, "slime", micro_batch=[2]))
     assert space.cut["not run by slime: rollout.replicas"] > 0
 
@@ -68,8 +68,9 @@ def test_what_a_target_does_not_run_is_counted_by_its_key() -> None:
 def test_trainers_of_execute_have_back_ends_that_shard_as_planned() -> None:
     space = planned_space(offer_for(SMALL, "execute", micro_batch=[2]))
     found = {(run.trainer.zero, run.trainer.backend) for run in sample(space, len(space))}
-    assert {(0, "torch"), (2, "deepspeed"), (3, "deepspeed")} <= found
-    assert {backend for zero, backend in found if zero > 1} == {"deepspeed"}
+    assert {(0, "torch"), (2, "deepspeed"), (3, "fsdp2")} <= found
+    assert {backend for zero, backend in found if zero == 2} == {"deepspeed"}
+    assert {backend for zero, backend in found if zero == 3} == {"fsdp2"}
 
 
 @pytest.mark.parametrize("target", ["openrlhf", "trl"])
@@ -169,12 +170,12 @@ def test_only_gpus_and_packages_are_missing_to_execute_a_plan_with_weights_and_p
 
 def test_the_layout_of_a_run_file_that_a_target_cannot_run_is_no_option() -> None:
     run = offer_for(SMALL, "execute", micro_batch=[2])
-    split = {"tensor_parallel": 2, "data_parallel": 1, "zero": 1}
+    split = {"pipeline_parallel": 2, "data_parallel": 1, "zero": 1}
     space = planned_space(run)
     candidate = space.candidate(0)
     assert space.refusal_of(candidate) == ""
     other = candidate._replace(trainer=candidate.trainer._replace(**split))
-    assert space.refusal_of(other).startswith("trainer.tensor_parallel must be 1 for backend")
+    assert space.refusal_of(other).startswith("trainer.pipeline_parallel must be 1 for backend")
 
 
 def test_an_unknown_target_is_one_line_and_status_two(tmp_path: Path) -> None:

@@ -48,11 +48,15 @@ class Shape(NamedTuple):
     backend: str
     num_ranks: int
     zero: int
+    tensor_parallel: int = 1
 
 
 ALONE = Shape("torch", 1, 0)
 SHAPES = [
     pytest.param(Shape("torch", 2, 0), id="torch-2"),
+    pytest.param(Shape("fsdp2", 1, 3), id="fsdp2-1", marks=pytest.mark.fsdp2),
+    pytest.param(Shape("fsdp2", 2, 3), id="fsdp2-2", marks=pytest.mark.fsdp2),
+    pytest.param(Shape("fsdp2", 2, 3, 2), id="fsdp2-2-tensor", marks=pytest.mark.fsdp2),
     *(
         pytest.param(
             Shape("deepspeed", num_ranks, zero),
@@ -81,6 +85,7 @@ async def trainer(
         backend=shape.backend,
         zero=shape.zero,
         num_ranks=shape.num_ranks,
+        tensor_parallel=shape.tensor_parallel,
         rendezvous=f"file://{rendezvous}",
         **{"learning_rate": RATE, **changes},
     )
@@ -98,7 +103,7 @@ async def trainer(
         )
         for rank in range(shape.num_ranks)
     ]
-    handles = RankHandles(ranks, lambda: rendezvous.unlink(missing_ok=True))
+    handles = RankHandles(ranks, lambda: rendezvous.unlink(missing_ok=True), shape.tensor_parallel)
     try:
         yield remote(TrainerRole, handles), handles
     finally:
@@ -197,7 +202,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], Recompute, int | None]] = {
     "adapters": ({"adapter_rank": 4, "kl_coefficient": 0.1}, "none", None),
 }
 IN_EVERY_SHAPE = "clipped"
-MOST_UNLIKE = ("torch-2", "deepspeed-1-zero-2", "deepspeed-2-zero-3")
+MOST_UNLIKE = (
+    "torch-2",
+    "deepspeed-1-zero-2",
+    "deepspeed-2-zero-3",
+    "fsdp2-1",
+    "fsdp2-2",
+    "fsdp2-2-tensor",
+)
 """Those that have least in common, for what goes through the same passes and steps as the others."""
 
 
@@ -221,13 +233,14 @@ def alone() -> dict[str, Outcome]:
         pytest.param(name, *param.values, id=f"{name}-{param.id}", marks=param.marks)
         for name in VARIANTS
         for param in (SHAPES if name == IN_EVERY_SHAPE else shapes(*MOST_UNLIKE))
+        if name != "adapters" or param.values[0].tensor_parallel == 1
     ],
 )
 def test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits(
     model_path: str, tmp_path: Path, alone: dict[str, Outcome], name: str, shape: Shape
 ) -> None:
     changes, recompute, chunk = VARIANTS[name]
-    if shape.zero == 3 and shape.num_ranks > 1:
+    if shape.backend == "deepspeed" and shape.zero == 3 and shape.num_ranks > 1:
         chunk = None  # refused: streamrl.targets.execute_limits
     calls = in_pairs(batches()) if changes.get("algorithm") == "dpo" else batches()
     changes = {**changes, "max_tokens_per_pass": 64}
@@ -285,10 +298,14 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(
     run(go())
 
 
-@pytest.mark.deepspeed
+WHOLE_SPLIT = shapes("deepspeed-2-zero-3", "fsdp2-2")
+"""Those of which no rank has all weights."""
+
+
+@pytest.mark.parametrize("shape", WHOLE_SPLIT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_balances_experts_is_on_every_rank_though_it_is_no_weight(
-    tmp_path: Path, dtype: str
+    tmp_path: Path, dtype: str, shape: Shape
 ) -> None:
     config = AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
     models: Any = AutoModelForCausalLM
@@ -299,7 +316,7 @@ def test_what_balances_experts_is_on_every_rank_though_it_is_no_weight(
     model.save_pretrained(tmp_path / "model")
     sample = make_sample(0, [1, 2, 3], [4, 5, 6, 7], [-1.0] * 4, 1.0)
     samples = [msgspec.structs.replace(sample, rollout=number) for number in range(2)]
-    shape, own = Shape("deepspeed", 2, 3), {"kl_coefficient": 0.1, "dtype": dtype}
+    own = {"kl_coefficient": 0.1, "dtype": dtype}
 
     async def go() -> None:
         async with trainer(str(tmp_path / "model"), tmp_path, shape, **own) as (role, _):
@@ -316,15 +333,15 @@ def test_what_balances_experts_is_on_every_rank_though_it_is_no_weight(
     run(go())
 
 
-@pytest.mark.deepspeed
+@pytest.mark.parametrize("shape", WHOLE_SPLIT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_where_weights_are_split_the_first_rank_alone_reads_them(
-    model_path: str, tmp_path: Path, dtype: str
+    model_path: str, tmp_path: Path, dtype: str, shape: Shape
 ) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes(Path(model_path, "config.json").read_bytes())
-    shape, own = Shape("deepspeed", 2, 3), {"kl_coefficient": 0.1, "dtype": dtype}
+    own = {"kl_coefficient": 0.1, "dtype": dtype}
 
     async def go() -> None:
         async with trainer(model_path, tmp_path, shape, others=str(bare), **own) as (role, _):
@@ -340,13 +357,12 @@ def test_where_weights_are_split_the_first_rank_alone_reads_them(
     run(go())
 
 
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("shape", shapes("deepspeed-1-zero-2", "deepspeed-1-zero-3", "fsdp2-1"))
 def test_the_gradient_of_many_passes_in_bfloat16_is_as_long_as_that_of_one(
-    model_path: str, tmp_path: Path, zero: int
+    model_path: str, tmp_path: Path, shape: Shape
 ) -> None:
     sample = next(sample for sample in make_samples(1) if sample.advantage)
-    shape, own = Shape("deepspeed", 1, zero), {"dtype": "bfloat16", "learning_rate": 1e-9}
+    own = {"dtype": "bfloat16", "learning_rate": 1e-9}
 
     async def norms_of(*copies: int) -> list[float]:
         found = []
@@ -362,6 +378,93 @@ def test_the_gradient_of_many_passes_in_bfloat16_is_as_long_as_that_of_one(
         norms_of(1, 450)
     )  # of so many added up in bfloat16 a sixth is missing; of 300, nothing
     assert many == pytest.approx(one, rel=0.02)
+
+
+@pytest.mark.fsdp2
+@pytest.mark.parametrize("options", [{"offload": True}, {"reshard_after_forward": False}])
+def test_weights_are_the_same_with_all_that_saves_memory_or_time(
+    model_path: str, tmp_path: Path, options: dict[str, bool]
+) -> None:
+    smooth = {"learning_rate": 0.01, "epsilon": 1e-3}  # no step as large for a tiny gradient
+
+    async def go(shape: Shape, **own: bool) -> Weights:
+        async with trainer(model_path, tmp_path, shape, TRAINER, **smooth, **own) as (
+            role,
+            _,
+        ):
+            await role.start(None)
+            for version in (1, 2):
+                samples = make_samples(version)
+                await role.train(samples[:12])
+                await role.sleep()
+                await role.wake()
+                await role.train(samples[12:])
+                await role.step(version)
+            return await weights_of(role, 2, tmp_path / shape.backend)
+
+    alone = run(go(ALONE))
+    assert gap(alone, run(go(Shape("fsdp2", 2, 3), **options))) < 1e-5
+
+
+@pytest.mark.parametrize("shape", WHOLE_SPLIT)
+def test_a_pass_without_gradient_leaves_no_weights_that_miss_the_step(
+    model_path: str, tmp_path: Path, shape: Shape
+) -> None:
+    first, second = make_samples(1), numbered(make_samples(2), 100)
+
+    async def go(split: Shape) -> Weights:
+        async with trainer(model_path, tmp_path, split, correction="decoupled") as (role, _):
+            await role.start(None)
+            await role.score(first)
+            await role.train(first)
+            await role.score(second)  # before the step
+            await role.step(1)
+            await role.train(second)
+            await role.step(2)
+            return await weights_of(role, 2, tmp_path / split.backend)
+
+    assert gap(run(go(ALONE)), run(go(shape))) < GAP
+
+
+LAYOUTS = {param.id: param.values[0] for param in SHAPES} | {"torch-1": ALONE}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("fsdp2-2", "torch-1"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.fsdp2)
+            for pair in (
+                ("torch-1", "fsdp2-2"),
+                ("torch-1", "fsdp2-2-tensor"),
+                ("fsdp2-2", "fsdp2-2-tensor"),
+                ("fsdp2-2-tensor", "fsdp2-1"),
+            )
+        ),
+    ],
+)
+def test_training_goes_on_in_another_layout(
+    model_path: str, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    path, own = tmp_path / "checkpoint", {"learning_rate": 0.01, "weight_decay": 0.1}
+
+    async def go() -> None:
+        async with trainer(model_path, tmp_path, LAYOUTS[saved], TRAINER, **own) as (role, _):
+            await role.start(None)
+            await train(role, [make_samples(1), []])
+            await role.save(str(path))
+            await role.train(make_samples(2))
+            await role.step(2)
+            straight = await weights_of(role, 2, tmp_path / "first")
+        async with trainer(model_path, tmp_path, LAYOUTS[loaded], TRAINER, **own) as (role, _):
+            assert await role.start(str(path)) == 1
+            await role.train(make_samples(2))
+            await role.step(2)
+            resumed = await weights_of(role, 2, tmp_path / "second")
+        assert gap(straight, resumed) < 1e-5
+
+    run(go())
 
 
 @pytest.mark.deepspeed

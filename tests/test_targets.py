@@ -60,11 +60,13 @@ def broken(changes: dict[str, Any], name: TargetName) -> str:
         (SHARDED, ""),
         ({**SHARDED, "trainer.zero": 1}, "trainer.zero=1"),
         ({**SHARDED, "trainer.zero": 0}, ""),
-        ({"trainer.tensor_parallel": 4}, "trainer.tensor_parallel=4"),
+        ({"trainer.tensor_parallel": 4}, ""),
+        ({"trainer.pipeline_parallel": 2}, "trainer.pipeline_parallel=2"),
         ({**ALONE, "rollout.pipeline_parallel": 2}, "rollout.pipeline_parallel=2"),
         ({**ALONE, "framework.name": "slime"}, "framework.name=slime"),
         (COLOCATED, ""),
-        ({**COLOCATED, "trainer.zero": 3}, "trainer.backend=deepspeed"),
+        ({**COLOCATED, "trainer.zero": 3}, ""),
+        ({**COLOCATED, "trainer.zero": 2}, "trainer.backend=deepspeed"),
     ],
 )
 def test_execute_runs_what_its_back_ends_can_split(changes: dict[str, Any], setting: str) -> None:
@@ -78,7 +80,7 @@ def test_the_settings_of_a_verdict_are_those_that_execute_then_accepts() -> None
     found = verdict_of(run, "execute")
     assert found.settings == {
         "rollout.backend": "vllm",
-        "trainer.backend": "deepspeed",
+        "trainer.backend": "fsdp2",
         "execute.launcher": "ray",
     }
     assert found.missing == ["model.path", "workload.prompts", "verifier.scorer"]
@@ -132,7 +134,7 @@ def test_no_framework_is_given_episodes_of_several_turns(tmp_path: Path) -> None
 def test_lines_name_what_can_run_a_plan_and_its_commands() -> None:
     verdicts = verdicts_of({**SHARDED, "policies.system": "one-step-async"})
     able, other = verdict_lines(verdicts)
-    assert able == "can be run by: execute (vllm, deepspeed, ray), openrlhf"
+    assert able == "can be run by: execute (vllm, fsdp2, ray), openrlhf"
     assert "verl, trl (policies.system=one-step-async)" in other
     execute, replaced, export = next_lines(plan_of(verdicts), Path("plans/plan.toml"))
     assert execute.startswith("next: streamrl execute plans/plan.toml --set rollout.backend=vllm")
@@ -150,9 +152,9 @@ def test_the_script_is_that_of_the_framework_that_a_plan_was_made_for() -> None:
     changes = {"policies.system": "disaggregated", "trainer.zero": 1, "rollout.replicas": 4}
     verdicts = verdicts_of({**changes, "cluster.pools.far": {"gpu": "h20", "gpus_per_node": 4}})
     able = {each.name for each in verdicts if each.can_run}
-    assert able == {"nemo-rl", "slime", "openrlhf"}
+    assert able == {"execute", "nemo-rl", "slime", "openrlhf"}
     for framework in ("nemo-rl", "slime", "openrlhf"):
-        (line,) = next_lines(plan_of(verdicts, framework), Path("plan.toml"))
+        *_, line = next_lines(plan_of(verdicts, framework), Path("plan.toml"))
         assert f"--framework {framework} " in line
 
 

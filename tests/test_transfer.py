@@ -139,7 +139,7 @@ def test_tensors_made_one_by_one_are_not_taken_for_tied(tmp_path: Path) -> None:
 def test_a_cast_keeps_tied_weights_tied(tmp_path: Path) -> None:
     embed = torch.randn(64, 16)
     tensors = {"embed": embed, "head": embed.detach(), "ids": torch.arange(3)}
-    manifest = write_buckets(cast_tensors(tensors, torch.bfloat16), tmp_path, 0)
+    manifest = write_buckets(cast_tensors(tensors.items(), torch.bfloat16), tmp_path, 0)
     assert manifest.num_bytes < 1.5 * embed.nbytes / 2
     cast = embed.bfloat16()
     assert_same(manifest, {"embed": cast, "head": cast, "ids": torch.arange(3)})

@@ -33,7 +33,9 @@ RAN = {
         Ran("rollout.tensor_parallel > 1", "`make test-vllm`, 2 in float32", NEVER),
         Ran("trainer.backend = torch", "every test and benchmark", CHECKED),
         Ran("trainer.backend = deepspeed", "`make test-deepspeed`, in float32", NEVER),
+        Ran("trainer.backend = fsdp2", "`make test-fsdp2`", NEVER),
         Ran("trainer.data_parallel > 1", "`make test`, `make test-deepspeed`", NEVER),
+        Ran("trainer.tensor_parallel > 1", "`make test-fsdp2`, 2 ranks", NEVER),
         Ran("execute.launcher = local", "every test and benchmark", CHECKED),
         Ran("execute.launcher = in-process", "`make test`", NEVER),
         Ran("execute.launcher = ray", "`make test-ray`", NEVER),
@@ -60,6 +62,8 @@ def choices_of(
         yield f"trainer.backend = {trainer.backend}", device
         if trainer.data_parallel > 1:
             yield "trainer.data_parallel > 1", device
+        if trainer.tensor_parallel > 1:
+            yield "trainer.tensor_parallel > 1", device
     yield f"execute.launcher = {roles.execute.launcher}", trains_on
     yield f"sync.mode = {sync_mode}", trains_on
     if serves_adapters:

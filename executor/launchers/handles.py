@@ -407,9 +407,18 @@ OTHER_RANK = "another rank"
 class RankHandles(Handle):
     """The ranks of one trainer behind one handle."""
 
-    def __init__(self, ranks: Sequence[Handle], forget: Callable[[], None]) -> None:
-        """Combine the handles of all ranks; `forget` removes the rendezvous file."""
+    def __init__(
+        self, ranks: Sequence[Handle], forget: Callable[[], None], num_alike: int = 1
+    ) -> None:
+        """Combine the handles of all ranks.
+
+        Args:
+            ranks: their handles, in order.
+            forget: removes the rendezvous file.
+            num_alike: ranks, next to each other, that get the same samples, because they share each layer.
+        """
         self.ranks = list(ranks)
+        self._num_alike = num_alike
         self._forget_rendezvous = forget
         self._rank_of: dict[int, int] = {}
         """Rank of each scored rollout; its partner (of a preference pair) goes to the same rank."""
@@ -419,7 +428,8 @@ class RankHandles(Handle):
         shares: list[tuple[object, ...]] = [arguments] * len(self.ranks)
         if method in SHARDED:
             samples: Any = arguments[0]
-            shares = [(share,) for share in self.shard(method, samples)]
+            split = self.shard(method, samples)
+            shares = [(share,) for share in split for _ in range(self._num_alike)]
         calls = [
             asyncio.ensure_future(rank.call(method, *share, returns=returns))
             for rank, share in zip(self.ranks, shares, strict=True)
@@ -447,9 +457,13 @@ class RankHandles(Handle):
         return calls[0].result()
 
     def shard(self, method: str, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Return the samples of each rank: assign the longest first, each to the rank with the fewest tokens."""
-        shares: list[list[Sample]] = [[] for _ in self.ranks]
-        filled = [0] * len(self.ranks)
+        """Return the samples of each rank: assign the longest first, each to the rank with the fewest tokens.
+
+        Ranks with the same samples count as one.
+        """
+        num_shares = len(self.ranks) // self._num_alike
+        shares: list[list[Sample]] = [[] for _ in range(num_shares)]
+        filled = [0] * num_shares
         for sample in sorted(samples, key=lambda sample: (-_tokens_of(sample), sample.rollout)):
             least = min(range(len(filled)), key=filled.__getitem__)
             partner = -1 if sample.partner is None else sample.partner

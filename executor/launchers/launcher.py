@@ -70,7 +70,11 @@ class Launcher(ABC):
         num_ranks = own.num_gpus
         if num_ranks == 1 and not training_backend_named(own.backend).always_has_ranks:
             return await self._start_trainer(number, config)
-        config |= {"zero": own.zero, "num_ranks": num_ranks}
+        config |= {
+            "zero": own.zero,
+            "num_ranks": num_ranks,
+            "tensor_parallel": own.tensor_parallel,
+        }
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
         return await self._start_ranks(number, ranks)
 

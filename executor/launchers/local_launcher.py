@@ -114,7 +114,11 @@ class LocalLauncher(Launcher):
                 zip(configs, self._placement.trainers[number], strict=True)
             )
         ]
-        return RankHandles(await asyncio.gather(*ranks), lambda: rendezvous.unlink(missing_ok=True))
+        return RankHandles(
+            await asyncio.gather(*ranks),
+            lambda: rendezvous.unlink(missing_ok=True),
+            self._roles.trainers[number].tensor_parallel,
+        )
 
     async def _start_reward_model(self, number: int, config: Config) -> Handle:
         place = self._placement.reward_models[number]

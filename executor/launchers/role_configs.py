@@ -105,6 +105,8 @@ class RoleConfigs:
             "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
             "seed": run.seed,
             "backend": run.trainer.backend,
+            "reshard_after_forward": run.trainer.reshard_after_forward,
+            "offload": run.trainer.offload and not run.policies.shares_gpus,
             "adapter_rank": run.sync.adapter_rank,
             **self._common(),
         }

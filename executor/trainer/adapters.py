@@ -87,7 +87,7 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torc
     if not adapters:
         return plain
     whole = {name: merged(name, tensor, adapters) for name, tensor in plain.items()}
-    return dict(cast_tensors(whole, torch.float32))
+    return dict(cast_tensors(whole.items(), torch.float32))
 
 
 def save_model(model: Any, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from streamrl.executor.roles import RoleLostError
 from streamrl.executor.trainer.adapters import save_model
@@ -23,7 +22,7 @@ from streamrl.executor.trainer.losses import average_gradients
 from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
-from streamrl.executor.trainer.training_backend import state_of
+from streamrl.executor.trainer.training_backend import broadcast_buffers, state_of
 
 GATHER_BYTES = 512 * 2**20
 """Bytes of weights that are gathered at once for writing; gathering one tensor at a time takes twenty times as long."""
@@ -76,7 +75,9 @@ class DeepSpeedBackend:
         """Use a learning rate from the next step on."""
         set_rate(self._engine.optimizer, rate)
 
-    def weights(self, *, learned: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, *, learned: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's tensors on the first rank; with ZeRO 3 gather a part of them at a time."""
         state = state_of(self._engine.module, learned=learned)
         if self._settings.zero < 3:
@@ -84,13 +85,16 @@ class DeepSpeedBackend:
             return
         from deepspeed.runtime.zero import GatheredParameters
 
-        copies: dict[int, torch.Tensor] = {}  # tied weights are one tensor under two names
+        names: dict[int, list[str]] = {}  # tied weights are one tensor under two names
+        for name, tensor in state.items():
+            names.setdefault(id(tensor), []).append(name)
         for some in _by_bytes(state):
+            copies: dict[int, torch.Tensor] = {}
             with GatheredParameters([tensor for tensor in some if hasattr(tensor, "ds_id")]):
                 if self._ranks.is_first:
-                    copies |= {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in some}
-        if self._ranks.is_first:
-            yield from ((name, copies[id(tensor)]) for name, tensor in state.items())
+                    copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in some}
+            for identity, copy in copies.items():
+                yield from ((name, copy) for name in names[identity])
 
     def save(self, path: Path, version: int) -> None:
         """Write whole weights on the first rank, and DeepSpeed's state on every rank."""
@@ -154,14 +158,7 @@ def _split(settings: TrainerSettings, model: Any) -> None:
         parameter.data = parameter.data.to(dtype)
     Init(module=model, config_dict_or_path=config)
     model.to(settings.device)  # moves the remaining tensors: positions, masks
-    kept = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if (
-            name in kept
-        ):  # loaded from files, such as the bias that balances experts; others are computed
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.float()
-            dist.broadcast(buffer.data, 0)
+    broadcast_buffers(model)
 
 
 def _join(settings: TrainerSettings) -> Any:

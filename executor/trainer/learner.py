@@ -274,24 +274,19 @@ class Learner:
         if version != self.version:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
         with self.changing if self.config.rollouts_per_update else contextlib.nullcontext():
-            weights, dtype = (
-                self.pushable or dict(self._weights()),
-                DTYPES[self.config.dtype],
-            )
+            dtype = DTYPES[self.config.dtype]
+            weights = self._weights(dtype) if self.pushable is None else self.pushable.items()
             if not self.ranks.is_first:
+                for _ in weights:  # the first rank needs this rank's part
+                    pass
                 return Manifest(version=version, buckets=[])
-            has_adapters = self.config.adapter_rank is not None
-            tensors = (
-                adapters_of(weights.items(), dtype)
-                if has_adapters
-                else cast_tensors(weights, dtype)
-            )
+            cast = adapters_of if self.config.adapter_rank is not None else cast_tensors
             with separate_cuda_stream(torch.device(self.config.device)):
-                return write_buckets(tensors, directory, version)
+                return write_buckets(cast(weights, dtype), directory, version)
 
-    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def _weights(self, dtype: torch.dtype | None = None) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the weights that are pushed, under the model's names."""
-        return self.backend.weights(learned=self.config.adapter_rank is not None)
+        return self.backend.weights(learned=self.config.adapter_rank is not None, dtype=dtype)
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer state, version, the model's other files, and checksums of all."""

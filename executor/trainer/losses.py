@@ -306,7 +306,15 @@ def average_gradients(model: torch.nn.Module, count: float, max_norm: float) -> 
     Raises `FloatingPointError` if the norm is not finite; the gradient is then unchanged.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients)) / count
+    total = float(torch.nn.utils.get_total_norm(gradients))
+    return scale_gradients(gradients, total, count, max_norm)
+
+
+def scale_gradients(
+    gradients: list[torch.Tensor], total_norm: float, count: float, max_norm: float
+) -> float:
+    """Divide gradients whose norm is `total_norm` by `count` and clip them; see `average_gradients`."""
+    norm = total_norm / count
     if not math.isfinite(norm):
         raise FloatingPointError(f"the gradient's norm is {norm}; the weights were not updated")
     scale = max_norm / max(norm, max_norm) / count

@@ -327,7 +327,8 @@ def _taken_of_chunk(
 
     base.forward = states_only
     try:
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        # `forward` alone: FSDP would gather the output layer again for each chunk.
+        logits = model.forward(input_ids=tokens[None], use_cache=False).logits[0]
     finally:
         if own is None:
             del base.forward
@@ -350,7 +351,8 @@ def _only_positions(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[
     def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return args[0].flatten(0, 1)[positions].unsqueeze(0)
 
-    hook = head.register_forward_pre_hook(select)
+    # First: tensor parallelism then splits what is left.
+    hook = head.register_forward_pre_hook(select, prepend=True)
     try:
         yield
     finally:

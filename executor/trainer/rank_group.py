@@ -30,6 +30,7 @@ class RankGroup:
     def __init__(self, settings: TrainerSettings) -> None:
         """Connect to the other ranks; a single rank has a process group only if its backend needs one."""
         self.rank, self.size = settings.rank, settings.num_ranks
+        self._num_alike = settings.tensor_parallel
         if settings.rendezvous is not None:
             # NCCL connects to the store again later.
             with closed_afterwards(keep_port=urlsplit(settings.rendezvous).port):
@@ -46,12 +47,12 @@ class RankGroup:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum these values over all ranks."""
+        """Sum these values over all ranks; ranks that share the same rollouts count once."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
-        return tensor.tolist()
+        return (tensor / self._num_alike).tolist()
 
     def most(self, value: int) -> int:
         """Return the largest value over all ranks."""

@@ -10,6 +10,7 @@ import torch
 
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
+from streamrl.executor.trainer.optimizer_state import has_states, numbered_states, read_states
 from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
@@ -48,7 +49,9 @@ class TorchBackend:
         """Use a learning rate from the next step on."""
         set_rate(self.optimizer, rate)
 
-    def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+    def weights(
+        self, *, learned: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the model's tensors by name."""
         state = state_of(self.model, learned=learned)
         return [(name, tensor.detach()) for name, tensor in state.items()]
@@ -61,15 +64,28 @@ class TorchBackend:
             torch.save(state, path / STATE_FILE)
 
     def load(self, path: Path) -> int:
-        """Load the optimizer state of a checkpoint."""
+        """Load the optimizer state of a checkpoint, also of one that back end fsdp2 wrote."""
+        if has_states(path):
+            return self._load_states(path)
         if not (path / STATE_FILE).is_file():
             raise ValueError(
-                f"{path}: no checkpoint of trainer.backend torch: it has no {STATE_FILE}"
+                f"{path}: no checkpoint of trainer.backend torch or fsdp2: it has no {STATE_FILE}"
             )
         state = torch.load(path / STATE_FILE, self._settings.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         restate(self.optimizer, self._settings)
         version: int = state["version"]
+        return version
+
+    def _load_states(self, path: Path) -> int:
+        if self._settings.optimizer != "adamw":
+            raise ValueError(f"{path}: its optimizer is adamw, not {self._settings.optimizer}")
+        names = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        states, version = read_states(
+            path, lambda _, shape, dtype: torch.zeros(shape, dtype=dtype), alone=True
+        )
+        saved = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**saved, "state": numbered_states(states, names)})
         return version
 
     def _trained(self) -> list[Any]:

@@ -112,7 +112,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a batch is computed as a whole at its step, so that sums do not depend on the order of arrival."""
     backend: TrainerBackend = "torch"
     zero: int = 0
-    """ZeRO stage of deepspeed; torch supports only 0."""
+    """ZeRO stage of deepspeed; torch supports only 0, and fsdp2 always splits everything."""
+    tensor_parallel: int = 1
+    """Ranks that share each layer, and the same rollouts; only for fsdp2."""
+    reshard_after_forward: bool = True
+    """For fsdp2: whether layers are freed after the forward pass, and gathered again for the backward pass."""
+    offload: bool = False
+    """For fsdp2: whether moments of the optimizer wait in host memory between steps."""
     adapter_rank: int | None = None
     """Rank of the LoRA adapters that are trained and pushed; None: all weights are trained."""
     rank: int = 0
@@ -135,7 +141,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def splits_weights(self) -> bool:
         """Return whether each rank has only a share of the weights."""
-        return bool(training_backend_named(self.backend).split) and self.zero == 3
+        backend = training_backend_named(self.backend)
+        return bool(backend.split) and (self.zero == 3 or backend.always_splits)
 
     @property
     def has_reference(self) -> bool:
@@ -163,5 +170,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} must be above 0, got {getattr(self, field)}")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank must be below num_ranks={self.num_ranks}, got {self.rank}")
+        if self.num_ranks % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel must divide num_ranks={self.num_ranks}, got {self.tensor_parallel}"
+            )
         if not self.correction_cap >= 1:
             raise ValueError(f"correction_cap must be at least 1, got {self.correction_cap}")

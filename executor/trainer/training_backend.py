@@ -6,6 +6,7 @@ A backend holds the weights of a trainer. It applies gradients to them, over all
 |-----------|-------------------------------|-----------------------------------------------------------------------|
 | torch     | whole on every rank           | gradients are summed once, at the step                                |
 | deepspeed | split by ZeRO stage 1, 2 or 3 | stages 2 and 3: in every pass, so all ranks make as many passes       |
+| fsdp2     | split; a layer is gathered    | in every pass, so all ranks make as many passes                       |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 
 class TrainingBackend(Protocol):
@@ -41,8 +43,14 @@ class TrainingBackend(Protocol):
     def set_rate(self, rate: float) -> None:
         """Use a learning rate from the next step on."""
 
-    def weights(self, *, learned: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return all weights (or only trained ones) by name, whole, on the first rank; every rank must call this."""
+    def weights(
+        self, *, learned: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return all weights (or only trained ones) by name, whole, on the first rank; every rank must read them all.
+
+        Names of one tensor (tied weights) follow each other. A backend may cast weights to `dtype`, which saves it bytes
+        where ranks exchange weights; the caller casts those that it did not.
+        """
 
     def save(self, path: Path, version: int) -> None:
         """Write weights as a Hugging Face directory, and the other data that `load` needs."""
@@ -59,9 +67,26 @@ class TrainingBackend(Protocol):
 
 
 def state_of(model: Any, *, learned: bool = False) -> dict[str, torch.Tensor]:
-    """Return all tensors of a model by name, or only its trained parameters."""
+    """Return all tensors of a model by name, or only its trained parameters; names of one tensor follow each other."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    return {name: each for name, each in state.items() if each.requires_grad or not learned}
+    names: dict[int, list[str]] = {}
+    for name, each in state.items():
+        if each.requires_grad or not learned:
+            names.setdefault(id(each), []).append(name)
+    return {name: state[name] for tied in names.values() for name in tied}
+
+
+def broadcast_buffers(model: Any) -> None:
+    """Send the tensors of a model that files have and training does not change from the first rank to all others.
+
+    An example is the bias that balances experts. Other buffers are computed by every rank itself.
+    """
+    kept = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+            dist.broadcast(buffer.data, 0)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@ import contextlib
 import os
 import shutil
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -72,19 +71,22 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def cast_tensors(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, floating-point ones cast to `dtype`; tied tensors stay one tensor."""
-    uses = Counter(tensor.data_ptr() for tensor in tensors.values())
-    tied: dict[int, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        address = tensor.data_ptr()
-        cast = tied.get(address)
-        if cast is None or cast.shape != tensor.shape:
-            cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        if uses[address] > 1:
-            tied[address] = cast
-        yield name, cast
+    """Yield the tensors, floating-point ones cast to `dtype`, and keep none of them.
+
+    Names of one tensor must follow each other; they stay names of one tensor.
+    """
+    last: tuple[torch.Tensor, torch.Tensor] | None = None
+    for name, tensor in tensors:
+        if last is None or not _is_same(last[0], tensor):
+            last = tensor, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        yield name, last[1]
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors that both exist are the same values in the same memory."""
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
 
 
 def partial_of(path: Path) -> Path:

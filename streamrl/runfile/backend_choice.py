@@ -30,6 +30,7 @@ TRAINING_BACKENDS = ChoiceList(
     own={
         "torch": "streamrl.runfile.backend_choice:Torch",
         "deepspeed": "streamrl.runfile.backend_choice:DeepSpeed",
+        "fsdp2": "streamrl.runfile.backend_choice:Fsdp2",
     },
 )
 RolloutBackend = Annotated[str, ENGINES]
@@ -138,6 +139,16 @@ class TrainingChoice:
     """Whether ZeRO stages split its optimizer, gradients and weights over data-parallel ranks."""
     split = ""
     """A function that splits the weights of a model that is not trained over ranks, as "module:NAME"; for ZeRO 3."""
+    always_splits = False
+    """Whether it splits optimizer, gradients and weights over all data-parallel ranks, as ZeRO 3 does, and never less."""
+    shardings: tuple[str, ...] = ("fsdp2", "deepspeed")
+    """Values of `trainer.sharding` that it accepts."""
+    splits_layers = False
+    """Whether tensor-parallel ranks can share each layer."""
+    keeps_gathered = False
+    """Whether it can keep weights gathered between forward and backward pass (`trainer.reshard_after_forward`)."""
+    offloads_optimizer = False
+    """Whether its optimizer can wait in host memory between steps (`trainer.offload`)."""
     optimizers: tuple[str, ...] = ("adamw",)
     """Values of `algorithm.optimizer.name` that it can use."""
     always_has_ranks = False
@@ -169,6 +180,20 @@ class DeepSpeed(TrainingChoice):
     has_zero = True
     split = "streamrl.executor.trainer.deepspeed_backend:make_split"
     always_has_ranks = True
+
+
+class Fsdp2(TrainingChoice):
+    """torch's FSDP2 (`fully_shard`), with tensor parallelism."""
+
+    backend = "streamrl.executor.trainer.fsdp2_backend:Fsdp2Backend"
+    split = "streamrl.executor.trainer.fsdp2_backend:make_split"
+    always_splits = True
+    shardings = ("fsdp2",)
+    splits_layers = True
+    keeps_gathered = True
+    offloads_optimizer = True
+    always_has_ranks = True
+    frees_memory = True
 
 
 def engine_named(name: str) -> EngineChoice:

@@ -371,9 +371,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     float32 one.
     """
     reshard_after_forward: bool = True
-    """Simulated: with `zero = 3`, whether gathered weights are freed after the forward pass and gathered
-    again for the backward pass. false: they stay in between, as in FSDP's SHARD_GRAD_OP: more memory
-    and one gather less.
+    """With `zero = 3`, whether gathered weights are freed after the forward pass and gathered again
+    for the backward pass; backend fsdp2 executes both. false: they stay in between, as in FSDP's
+    SHARD_GRAD_OP: more memory and one gather less.
     """
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Simulated: format in which gradients of micro-batches add up, and are reduced over ranks.
@@ -426,8 +426,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     DualPipe).
     """
     offload: bool = False
-    """Simulated: models take turns on the GPUs, and wait in host memory. If there is only one
-    model, its optimizer waits there between steps.
+    """Models take turns on the GPUs, and wait in host memory. If there is only one model, its
+    optimizer waits there between steps; backend fsdp2 executes that.
     """
     offload_to: OffloadTarget = "host"
     """Simulated: where `offload` keeps the optimizer. nvme: on the drives of its node, and the CPU
@@ -440,7 +440,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """
     backend: TrainerBackend = "torch"
     """Executed. torch: all weights and optimizer states on every data-parallel rank (`zero = 0`
-    with several ranks). deepspeed: sharded by `zero`.
+    with several ranks). deepspeed: sharded by `zero`. fsdp2: sharded by PyTorch's FSDP2 (`zero = 3`
+    with several ranks), also with `tensor_parallel` for dense models.
     """
     start_time: Duration = Duration(0.0)
     """Simulated: seconds until a started trainer is ready."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
+from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS, training_backend_named
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.gpu_pools import Side, device_of, gpus_used, sides_of
@@ -28,7 +28,10 @@ def for_target(run: Run, target: TargetName | None) -> Run:
     return replace(
         run,
         rollout=replace(rollout, backend=_engine_of(rollout, execute.device, pools)),
-        trainer=replace(trainer, backend=_trainer_back_end_of(trainer)),
+        trainer=replace(
+            trainer,
+            backend=_trainer_back_end_of(trainer, takes_turns=run.policies.shares_gpus),
+        ),
         execute=replace(execute, launcher=launcher),
     )
 
@@ -57,8 +60,13 @@ def _engine_of(rollout: RolloutConfig, device: str, pools: dict[str, PoolConfig]
     return rollout.backend if on_cpu or rollout.backend not in ENGINES.own else "vllm"
 
 
-def _trainer_back_end_of(trainer: TrainerConfig) -> str:
-    """Return DeepSpeed where ranks shard the training state, else torch."""
+def _trainer_back_end_of(trainer: TrainerConfig, *, takes_turns: bool) -> str:
+    """Return FSDP2 where ranks split weights or layers, DeepSpeed where they split the rest, else torch."""
     if trainer.backend not in TRAINING_BACKENDS.own:
         return trainer.backend
+    splits_weights = trainer.zero == 3 and trainer.data_parallel > 1
+    if trainer.tensor_parallel > 1 or (trainer.offload and not takes_turns):
+        return "fsdp2"
+    if splits_weights:
+        return trainer.backend if training_backend_named(trainer.backend).split else "fsdp2"
     return "deepspeed" if trainer.zero and trainer.data_parallel > 1 else "torch"

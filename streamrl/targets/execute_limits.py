@@ -98,6 +98,7 @@ def check_back_end_of(run: Run, trainer: int) -> None:
     device = device_of(execute.device, run.cluster.pools[own.pool])
     _refuse(_limits_of_computation(key, own, seen.algorithm, run.model))
     _refuse(_limits_of_passes(key, own, seen.algorithm, run.framework.optimizer_steps, takes_turns))
+    _refuse(_limits_of_layout(key, own, run.model, has_adapters=run.sync.adapter_rank is not None))
     _refuse(_limits_of_ranks(key, own, execute, takes_turns))
     _refuse(_limits_of_zero(key, own, run.model.dtype, device, takes_turns))
     _refuse(_limits_of_optimizer(key, own.backend, seen.algorithm.optimizer.name, device))
@@ -455,17 +456,21 @@ def _limits_of_passes(
     """Yield the limits on offload, optimizer steps and parallelism; `takes_turns` if it shares GPUs with replicas."""
     of_backend = f"for backend {trainer.backend}"
     backend = training_backend_named(trainer.backend)
+    is_alone = not algorithm.has_critic and not algorithm.has_reference
     yield Limit(
         f"{key}.offload",
         trainer.offload,
-        not trainer.offload or takes_turns,
+        not trainer.offload or takes_turns or (backend.offloads_optimizer and is_alone),
         f"False {of_backend}, unless it shares GPUs with replicas",
+        ""
+        if backend.offloads_optimizer
+        else f"--set {key}.backend=fsdp2 keeps the optimizer of a single model in host memory",
     )
     yield Limit(
         f"{key}.reshard_after_forward",
         trainer.reshard_after_forward,
-        trainer.reshard_after_forward,
-        f"True {of_backend}, as DeepSpeed gathers weights for each pass",
+        trainer.reshard_after_forward or backend.keeps_gathered,
+        f"True {of_backend}, which gathers weights for each pass or never",
     )
     yield Limit(
         f"{key}.gradient_dtype",
@@ -476,8 +481,8 @@ def _limits_of_passes(
     yield Limit(
         f"{key}.sharding",
         trainer.sharding,
-        trainer.sharding != "fsdp",
-        f"'fsdp2' {of_backend}, which has no FSDP1",
+        trainer.sharding in backend.shardings,
+        f"{' or '.join(map(repr, backend.shardings))} {of_backend}",
     )
     yield Limit(
         f"{key}.offload_to",
@@ -492,10 +497,41 @@ def _limits_of_passes(
         f"1 {of_backend} and {algorithm.name}: several are made by torch alone, and by no dpo, whose pairs are weighed at "
         "the weights that they were scored at",
     )
-    splits = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
-    for name in (*splits, "expert_tensor_parallel"):
+
+
+def _limits_of_layout(
+    key: str, trainer: TrainerConfig, model: ModelConfig, *, has_adapters: bool
+) -> Iterator[Limit]:
+    """Yield the limits on how the ranks of a trainer split a model."""
+    of_backend = f"for backend {trainer.backend}"
+    splits = ("pipeline_parallel", "expert_parallel", "context_parallel", "expert_tensor_parallel")
+    for name in splits:
         degree = getattr(trainer, name) or 1
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
+    tensor = trainer.tensor_parallel
+    splits_layers = training_backend_named(trainer.backend).splits_layers
+    yield Limit(
+        f"{key}.tensor_parallel",
+        tensor,
+        tensor == 1 or splits_layers,
+        f"1 {of_backend}",
+        f"--set {key}.backend=fsdp2 splits the layers of dense models",
+    )
+    if tensor == 1:
+        return
+    shape = load_model(model)
+    yield Limit(
+        f"{key}.tensor_parallel",
+        tensor,
+        shape.experts is None and shape.latent is None and not has_adapters,
+        f"1 {of_backend} where the model has experts, latent attention or adapters",
+    )
+    yield Limit(
+        f"{key}.tensor_parallel",
+        tensor,
+        shape.num_heads % tensor == 0 and shape.num_kv_heads % tensor == 0,
+        f"a divisor of the {shape.num_heads} heads and {shape.num_kv_heads} key/value heads of the model",
+    )
 
 
 def _limits_of_ranks(
@@ -507,8 +543,8 @@ def _limits_of_ranks(
     yield Limit(
         "execute.launcher",
         launcher,
-        launcher != "in-process" or (trainer.data_parallel == 1 and not always),
-        "'local' or 'ray' for a trainer with several ranks, or with deepspeed: each rank is a process",
+        launcher != "in-process" or (trainer.num_gpus == 1 and not always),
+        "'local' or 'ray' for a trainer with several ranks, or with deepspeed or fsdp2: each rank is a process",
     )
     yield Limit(
         "execute.launcher",
@@ -525,8 +561,8 @@ def _limits_of_ranks(
     yield Limit(
         "execute.device",
         device,
-        trainer.data_parallel == 1 or ":" not in device,
-        f"'auto', 'cpu' or 'cuda' where {key}.data_parallel is {trainer.data_parallel}: each rank has a GPU of its own",
+        trainer.num_gpus == 1 or ":" not in device,
+        f"'auto', 'cpu' or 'cuda' where {key} has {trainer.num_gpus} ranks: each rank has a GPU of its own",
     )
 
 
@@ -535,13 +571,23 @@ def _limits_of_zero(
 ) -> Iterator[Limit]:
     """Yield the limits of a trainer whose back end splits its state over ranks, or cannot do so."""
     backend, of_backend = training_backend_named(trainer.backend), f"for backend {trainer.backend}"
+    if backend.always_splits:
+        yield Limit(
+            f"{key}.zero",
+            trainer.zero,
+            trainer.zero == 3 or trainer.data_parallel == 1,
+            f"3 {of_backend}, which splits optimizer, gradients and weights over its ranks",
+            f"--set {key}.backend=deepspeed has the other stages",
+        )
+        return
     if not backend.has_zero:
+        other = "fsdp2" if trainer.zero == 3 else "deepspeed"
         yield Limit(
             f"{key}.zero",
             trainer.zero,
             trainer.zero == 0 or trainer.data_parallel == 1,
             f"0 {of_backend}, of which every rank has all weights and all of the optimizer",
-            f"--set {key}.zero=0 does so, --set {key}.backend=deepspeed splits them",
+            f"--set {key}.zero=0 does so, --set {key}.backend={other} splits them",
         )
         return
     yield Limit(
