@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.runfile.backend_choice import ENGINES
+from streamrl.runfile.backend_choice import measured_engines
 
-NAMES: tuple[str, ...] = tuple(ENGINES.own)
+NAMES: tuple[str, ...] = ("static", *measured_engines())
+"""Engines in processes of their own; those over HTTP have tests of their own (`test_external`)."""
 HANG = 300.0
 """Seconds after which a scenario hangs: on a busy machine an engine takes more than one minute to come up."""
 APART = {"vllm": pytest.mark.vllm, "ray": pytest.mark.ray}

@@ -21,7 +21,7 @@ from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.execute import check_installed
 from streamrl.record.samples import read_completions
 from streamrl.runfile.algorithms import ALGORITHMS
-from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS
+from streamrl.runfile.backend_choice import ENGINES, SERVER_APIS, TRAINING_BACKENDS
 from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.dispatch_choice import DISPATCH
 from streamrl.runfile.errors import RunError
@@ -241,6 +241,7 @@ LISTS: dict[str, dict[str, str]] = {
     "an algorithm": dict(ALGORITHMS.own),
     "a dispatch policy": dict(DISPATCH.own),
     "an inference engine": dict(ENGINES.own),
+    "an API of external servers": dict(SERVER_APIS.own),
     "a training backend": dict(TRAINING_BACKENDS.own),
     "a scorer": {name: choice.make for name, choice in SCORERS.items()},
 }

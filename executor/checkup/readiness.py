@@ -24,9 +24,11 @@ from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 from streamrl.runfile.frameworks import keep_filled_in
-from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
+from streamrl.runfile.roles_config import ExternalConfig, RolloutConfig, VerifierConfig
 from streamrl.targets.execute_limits import refusal_of
 
+SERVER_TIME = 5.0
+"""Seconds in which a server of external replicas must answer."""
 LIMITS: tuple[Changes, ...] = (
     {
         "rollout.tensor_parallel": 1,
@@ -87,6 +89,8 @@ def find(run: Run) -> Iterator[Finding]:
         return
     yield from _find_limits(run)
     yield from _find_chosen_classes(run)
+    if run.rollout.external is not None:
+        yield from _find_servers(run.rollout.external)
     roles = PlacedRoles.of(run)
     if run.execute.launcher == "ray":
         text = "the Ray cluster provides GPUs and cores: execute checks its nodes before it starts a role"
@@ -130,6 +134,28 @@ def _fix_of(run: Run, message: str) -> Changes:
         if passes(after) and refusal_of(after) != message:
             return changes
     return {}
+
+
+def _find_servers(external: ExternalConfig) -> Iterator[Finding]:
+    """Check that each server of external replicas answers, and serves a model."""
+    from streamrl.executor.rollout.server_api import ServerSettings, make_api
+    from streamrl.executor.rollout.server_client import find_fault
+
+    api = make_api(external.api)
+    for url in external.endpoints:
+        settings = ServerSettings(
+            url=url,
+            api=external.api,
+            timeout=SERVER_TIME,
+            key=external.key,
+            certificate=external.certificate,
+        )
+        fault = find_fault(settings, (api.health, api.models))
+        if fault is None:
+            yield _finding("ok", "servers", f"the server {url} is healthy and serves a model")
+        else:
+            fix = f"{api.how_to_start}: docs/external-engines.md"
+            yield _finding("error", "servers", f"rollout.external.endpoints: {fault}", fix)
 
 
 def _find_gpus(needed: int, device: str) -> Iterator[Finding]:

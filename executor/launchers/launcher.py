@@ -9,7 +9,7 @@ from streamrl.executor.launchers.handles import Config, Handle
 from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
-from streamrl.runfile.backend_choice import training_backend_named
+from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 REPLICA = "streamrl.executor.rollout.replica_worker:ReplicaWorker"
@@ -59,8 +59,10 @@ class Launcher(ABC):
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start a replica of a kind, on GPUs that no other replica uses."""
-        config = self._configs.replica(replica_id, kind, model)
-        config |= self._computing(self._roles.rollout.kinds[kind].pool)
+        own = self._roles.rollout.kinds[kind]
+        config = self._configs.replica(replica_id, kind, model) | self._computing(own.pool)
+        if engine_named(own.backend).runs_elsewhere:  # the process is only a client
+            config["device"] = "cpu"
         return await self._start_replica(replica_id, kind, config)
 
     async def trainer(self, number: int) -> Handle:

@@ -23,6 +23,7 @@ from streamrl.executor.launchers.placement import (
     Place,
     PlacedRoles,
     Placement,
+    Servers,
     threads_of,
 )
 from streamrl.executor.launchers.processes import begin_for, begin_imports
@@ -48,6 +49,7 @@ class LocalLauncher(Launcher):
         super().__init__(configs, roles, directory)
         self._placement = Placement(roles)
         self._gpus = LocalGpus(roles, gpus)
+        self._servers = Servers.of(roles.rollout)
         self._num_trainers = 0
         """Number of trainers with several ranks started so far."""
 
@@ -79,8 +81,10 @@ class LocalLauncher(Launcher):
         super().join(follower)
 
     def free(self, replica_id: int) -> None:
-        """Release the GPUs of a replica that has ended."""
+        """Release the GPUs or the server of a replica that has ended."""
         self._placement.free(replica_id)
+        if self._servers is not None:
+            self._servers.free(replica_id)
 
     def place_of(self, replica_id: int) -> str:
         """Return this machine: all replicas share one relay."""
@@ -92,6 +96,8 @@ class LocalLauncher(Launcher):
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
         place = self._placement.replica(replica_id, kind)
+        if self._servers is not None:
+            config["server"] = self._configs.server(self._servers.take(replica_id))
         return await self._start(REPLICA, config, f"replica-{replica_id}", place)
 
     async def _start_trainer(self, number: int, config: Config) -> Handle:
@@ -131,13 +137,15 @@ class LocalLauncher(Launcher):
         if self._roles.execute.launcher == "in-process":
             return InProcess(role, config)
         log, patience = self._directory.logs / f"{name}.log", self._roles.execute.patience
-        begin = begin_for(self._roles.device_of(place.pool), config.get("backend"))
-        return await LocalProcess.start(role, config, log, self.environment(place), patience, begin)
+        device = str(config.get("device", self._roles.device_of(place.pool)))
+        begin = begin_for(device, config.get("backend"))
+        environment = self.environment(None if device == "cpu" else place)
+        return await LocalProcess.start(role, config, log, environment, patience, begin)
 
-    def environment(self, place: Place) -> dict[str, str]:
-        """Return the environment variables that a role gets in addition to those of this process."""
+    def environment(self, place: Place | None) -> dict[str, str]:
+        """Return the environment variables that a role on GPUs, or on the CPU, gets in addition to this process's."""
         return {
             **worker_environment(self.num_threads),
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK),
-            **self._gpus.environment(place),
+            **({} if place is None else self._gpus.environment(place)),
         }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamrl.hardware.parallelism import threads_per_role
+from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import DEVICE, ExecuteConfig, Run
 from streamrl.runfile.gpu_pools import device_of, most_replicas
@@ -71,6 +73,11 @@ class PlacedRoles:
     def device_of(self, pool: str) -> str:
         """Return the torch device of the roles in `pool`."""
         return device_of(self.execute.device, self.pools[pool])
+
+    @property
+    def replicas_compute(self) -> bool:
+        """Whether processes of this run generate, and not servers that someone else runs."""
+        return not engine_named(self.rollout.backend).runs_elsewhere
 
 
 class Place(NamedTuple):
@@ -177,7 +184,8 @@ def index_of(device: str) -> int | None:
 def gpus_needed(roles: PlacedRoles) -> int:
     """Return how many GPUs of this machine a run needs with its largest number of replicas."""
     rollout, verifier = roles.rollout, roles.verifier
-    on_gpus = [own for own in rollout.kinds if roles.device_of(own.pool) != "cpu"]
+    computing = rollout.kinds if roles.replicas_compute else ()
+    on_gpus = [own for own in computing if roles.device_of(own.pool) != "cpu"]
     trainers = [
         0 if roles.device_of(trainer.pool) == "cpu" else trainer.num_gpus
         for trainer in roles.trainers
@@ -285,11 +293,45 @@ def say_seen(num_gpus: int) -> str:
 def _places_in_order(roles: PlacedRoles) -> Iterator[Place]:
     """Yield every place that a run may take: first replicas, trainers, reward models, then added replicas."""
     placement, first = Placement(roles), roles.rollout.kind_of_each
-    yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
+    has_replicas = roles.replicas_compute
+    if has_replicas:
+        yield from (placement.replica(replica, kind) for replica, kind in enumerate(first))
     for places in placement.trainers:
         yield from places
     yield from placement.reward_models
-    yield from map(placement.replica, range(len(first), roles.most_replicas))
+    if has_replicas:
+        yield from map(placement.replica, range(len(first), roles.most_replicas))
+
+
+class Servers:
+    """The servers of `rollout.external`, each used by at most one replica at a time."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._free = deque(endpoints)
+        """The one that was used last is at the end, so a spare server replaces a dead one."""
+        self._of: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Servers | None:
+        """Return the servers of a run; None if its replicas have engines of their own."""
+        return None if rollout.external is None else cls(rollout.external.endpoints)
+
+    def take(self, replica: int) -> str:
+        """Return the URL of a free server for a replica.
+
+        Raises:
+            RuntimeError: every server has a replica.
+        """
+        if not self._free:
+            raise RuntimeError(f"no server of rollout.external.endpoints is free for {replica=}")
+        self._of[replica] = self._free.popleft()
+        return self._of[replica]
+
+    def free(self, replica: int) -> None:
+        """Release the server of a replica that has ended."""
+        url = self._of.pop(replica, None)
+        if url is not None:
+            self._free.append(url)
 
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -312,7 +354,7 @@ def roles_on_cores(roles: PlacedRoles) -> int:
 
 def _processes(roles: PlacedRoles) -> Iterator[tuple[int, str]]:
     """Yield the number of processes and the pool of each kind of role."""
-    for kind in roles.rollout.kinds:
+    for kind in roles.rollout.kinds if roles.replicas_compute else ():
         yield kind.replicas, kind.pool
     yield roles.trainer.num_gpus, roles.trainer.pool
     for follower in roles.followers:

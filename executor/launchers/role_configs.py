@@ -72,6 +72,19 @@ class RoleConfigs:
             config["adapter_rank"] = run.sync.adapter_rank
         return config
 
+    def server(self, url: str) -> Config:
+        """Return how the client of an external server reaches it."""
+        external = self._run.rollout.external
+        assert external is not None, "check_executable wants the section"
+        return {
+            "url": url,
+            "api": external.api,
+            "key": external.key,
+            "certificate": external.certificate,
+            "timeout": float(external.timeout),
+            "directory": external.directory,
+        }
+
     def trainer(self, number: int, device: str) -> Config:
         """Return the settings of a trainer on a device, without those of its ranks."""
         run = self._run.as_seen_by(number)

@@ -6,8 +6,10 @@ Read these files first:
 - `replica_worker.py`: `ReplicaWorker`, the worker process: priority queue, aborts, weight loads, token versions.
 - `replica.py`: `Replica`, the controller side. Each method carries out one command and returns its event.
 - `engines.py`: which engine belongs to which value of `rollout.backend`.
-- `transformers_engine.py`, `vllm_engine.py`, `static_engine.py`: the three engines. `static_engine.py` is the
+- `transformers_engine.py`, `vllm_engine.py`, `static_engine.py`: the engines inside the worker process. `static_engine.py` is the
   shortest one; the tests compare the others with it.
+- `external_engine.py`: the engine whose tokens come from a server over HTTP. `server_api.py` has the requests and answers
+  of each API, `server_client.py` the connection. `sglang_engine.py` starts a server of its own.
 - `vllm_settings.py`, `vllm_worker.py`: vLLM's arguments, and the methods that run inside its worker processes.
 
 Rules:

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from streamrl.executor.roles import CacheState, Manifest
+from streamrl.executor.rollout.server_api import ServerSettings
 from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
 from streamrl.runfile.backend_choice import RolloutBackend
 
@@ -83,6 +84,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Hugging Face directory of the tokenizer that decodes finished rollouts; None: no text."""
     end_tokens: tuple[int, ...] = ()
     """Token ids that end a rollout, in addition to those of the model's config."""
+    server: ServerSettings | None = None
+    """For an external engine: the server that generates."""
 
     def __post_init__(self) -> None:
         for key in ("max_running", "max_tokens", "max_prompt_tokens", "num_threads"):

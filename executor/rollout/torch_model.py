@@ -81,6 +81,11 @@ def named_as_in_files(
             yield name, tensor
 
 
+def has_names_of_files(directory: str) -> bool:
+    """Return whether every tensor of a model has the name and the layout that its checkpoint files have."""
+    return not _differs_from_files(directory)[1]
+
+
 def end_tokens(model: PreTrainedModel, others: Iterable[int] = ()) -> frozenset[int]:
     """Return the token ids that end a rollout: those of the generation config or else of the model config, and others."""
     for config in (model.generation_config, model.config):

@@ -16,7 +16,7 @@ from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.measured_profile import MeasuredProfile, write_measured
-from streamrl.runfile.backend_choice import ENGINES, engine_named, simulated_engines
+from streamrl.runfile.backend_choice import ENGINES, engine_named, measured_engines
 from streamrl.runfile.roles_config import Packing, Recompute
 
 DIRECTORY = Path("runs/profiles")
@@ -28,7 +28,7 @@ DURATION = (
 
 def _measured_engine(name: str) -> str:
     """Return the name of an engine whose seconds can be measured; refuse any other."""
-    names = simulated_engines()
+    names = measured_engines()
     if (name in ENGINES.own and name not in names) or not ENGINES.knows(name):
         listed = ", ".join(map(repr, names))
         raise typer.BadParameter(f"{name!r} is not one of {listed}.")
@@ -47,7 +47,7 @@ def measure(
     backend: Annotated[
         str,
         typer.Option(
-            metavar=f"<{'|'.join(simulated_engines())}>",
+            metavar=f"<{'|'.join(measured_engines())}>",
             callback=_measured_engine,
             help="Inference engine to measure (rollout.backend).",
         ),

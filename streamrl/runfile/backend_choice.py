@@ -1,6 +1,6 @@
-"""The inference engines and training backends that `rollout.backend` and `trainer.backend` choose among.
+"""The inference engines, server APIs and training backends that a run file chooses among.
 
-Each is a class of properties. It names the class that computes as "module:Class", which only the process of a
+The keys are `rollout.backend`, `rollout.external.api` and `trainer.backend`. Each choice is a class of properties. It names the class that computes as "module:Class", which only the process of a
 replica or a trainer imports. A class outside this package subclasses `EngineChoice` or `TrainingChoice` and is chosen
 as `rollout.backend = "module:Class"`, or the same of `trainer.backend`.
 """
@@ -20,6 +20,18 @@ ENGINES = ChoiceList(
         "transformers": "streamrl.runfile.backend_choice:Transformers",
         "static": "streamrl.runfile.backend_choice:Static",
         "vllm": "streamrl.runfile.backend_choice:Vllm",
+        "sglang": "streamrl.runfile.backend_choice:Sglang",
+        "external": "streamrl.runfile.backend_choice:External",
+    },
+)
+SERVER_APIS = ChoiceList(
+    key="rollout.external.api",
+    group="streamrl.server_apis",
+    base="streamrl.runfile.backend_choice:ServerApiChoice",
+    required="api",
+    own={
+        "vllm": "streamrl.runfile.backend_choice:VllmServer",
+        "sglang": "streamrl.runfile.backend_choice:SglangServer",
     },
 )
 TRAINING_BACKENDS = ChoiceList(
@@ -34,6 +46,7 @@ TRAINING_BACKENDS = ChoiceList(
     },
 )
 RolloutBackend = Annotated[str, ENGINES]
+ServerApiName = Annotated[str, SERVER_APIS]
 TrainerBackend = Annotated[str, TRAINING_BACKENDS]
 
 
@@ -64,6 +77,8 @@ class EngineChoice:
     """Whether it computes with LoRA adapters beside the weights."""
     splits_model = False
     """Whether a replica may have several GPUs."""
+    can_sleep = True
+    """Whether it frees its devices' memory while a trainer computes on them."""
     follows_pressure = True
     """Whether the number of running rollouts may change at any time, as `policies.concurrency` does."""
     sampling_keys: tuple[str, ...] = ()
@@ -75,6 +90,10 @@ class EngineChoice:
     """Whether its attention computes a learned sink of each head."""
     head_dims_on_cpu: tuple[int, ...] = ()
     """Sizes of attention heads that it computes on CPUs; any where empty."""
+    reports_passes = True
+    """Whether it times its forward passes, so that `streamrl profile` can measure it."""
+    runs_elsewhere = False
+    """Whether servers of `rollout.external` generate. Their GPUs belong to no role of the run."""
     limits = ""
     """A function that yields each further `streamrl.targets.execute_limits.Limit` of a run, as "module:NAME"."""
 
@@ -122,6 +141,73 @@ class Vllm(EngineChoice):
     head_dims_on_cpu = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     """Of vLLM's kernels (0.32.0, v1/attention/backends/cpu_attn.py): with others its core dies of the first request."""
     limits = "streamrl.targets.execute_limits:limits_of_vllm"
+
+
+class ServerApiChoice:
+    """The HTTP API of an inference server: which class speaks it, and what the server can do."""
+
+    api: str
+    """Its `ServerApi` class (`streamrl.executor.rollout.server_api`), as "module:Class"."""
+    sampling_keys: tuple[str, ...] = ()
+    """As `EngineChoice.sampling_keys`."""
+    temperatures: tuple[float, float] | None = None
+    """The lowest and the highest temperature that it samples at; None: any."""
+
+
+class VllmServer(ServerApiChoice):
+    """`vllm serve`: OpenAI's completions with token ids, and vLLM's development endpoints."""
+
+    api = "streamrl.executor.rollout.server_api:VllmApi"
+    sampling_keys = ("top_p", "top_k", "min_p", "stop", "seed_rollouts")
+    temperatures = (0.01, 2.0)
+    """Of vLLM 0.32.0 (vllm/sampling_params.py). It raises lower ones silently, and rejects higher ones."""
+
+
+class SglangServer(ServerApiChoice):
+    """SGLang's own API (`/generate`).
+
+    It samples by `top_p`, `top_k` and `min_p` too. But its log-probabilities are those of all tokens (0.5.23,
+    srt/layers/sampler.py), not of the tokens that may be sampled.
+    """
+
+    api = "streamrl.executor.rollout.server_api:SglangApi"
+    sampling_keys = ("stop",)
+
+
+class External(EngineChoice):
+    """Servers that someone else runs, one for each replica."""
+
+    engine = "streamrl.executor.rollout.external_engine:ExternalEngine"
+    extra = "external"
+    modules = ("httpx",)
+    admits = "leaves the KV memory to its servers"
+    shares_prefixes = True
+    has_long_passes = True
+    splits_model = True
+    can_sleep = False
+    follows_pressure = False
+    computes_sinks = True
+    sampling_keys = ("top_p", "top_k", "min_p", "stop", "seed_rollouts")
+    reports_passes = False
+    runs_elsewhere = True
+    limits = "streamrl.targets.execute_limits:limits_of_external"
+
+
+class Sglang(EngineChoice):
+    """A server of SGLang that the replica starts."""
+
+    engine = "streamrl.executor.rollout.sglang_engine:SglangEngine"
+    extra = "sglang"
+    modules = ("httpx", "sglang")
+    admits = External.admits
+    shares_prefixes = True
+    has_long_passes = True
+    splits_model = True
+    can_sleep = False
+    follows_pressure = False
+    computes_sinks = True
+    sampling_keys = SglangServer.sampling_keys
+    reports_passes = False
 
 
 class TrainingChoice:
@@ -206,6 +292,16 @@ def training_backend_named(name: str) -> TrainingChoice:
     return TRAINING_BACKENDS.make(name, TRAINING_BACKENDS.class_of(name, TrainingChoice))
 
 
+def server_api_named(name: str) -> ServerApiChoice:
+    """Return the API that a value of `rollout.external.api` chooses; `RunError` where there is none."""
+    return SERVER_APIS.make(name, SERVER_APIS.class_of(name, ServerApiChoice))
+
+
 def simulated_engines() -> list[str]:
-    """Return the engines of this package whose seconds are simulated and measured."""
+    """Return the engines of this package whose seconds are simulated."""
     return [name for name in ENGINES.own if not engine_named(name).not_simulated]
+
+
+def measured_engines() -> list[str]:
+    """Return the engines of this package whose seconds can be measured, because they report their passes."""
+    return [name for name in simulated_engines() if engine_named(name).reports_passes]

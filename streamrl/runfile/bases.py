@@ -166,6 +166,11 @@ def _expanded(text: str) -> str:
     return found
 
 
+def is_secret(text: str) -> bool:
+    """Return whether a text has the value of a secret variable, or names one, so that no record gets it."""
+    return text in _as_written or bool(VARIABLE.fullmatch(text) and SECRET_NAMES.search(text))
+
+
 def has_secrets() -> bool:
     """Return whether this process has read any secret."""
     return bool(_as_written)

@@ -10,6 +10,8 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.backend_choice import engine_named
+from streamrl.runfile.bases import is_secret
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.environment_checks import check_environment
@@ -227,16 +229,47 @@ def _check_judge(key: str, reward: RewardConfig) -> None:
         raise RunError(f"{key}.at_once", reward.at_once, Bounds(1, MOST_AT_ONCE))
     if not 0 < reward.request_time < float("inf"):
         raise RunError(f"{key}.request_time", reward.request_time, POSITIVE_SECONDS)
-    if reward.endpoint is None:
-        return
+    if reward.endpoint is not None:
+        _check_url(f"{key}.endpoint", reward.endpoint, "http://127.0.0.1:8000/v1")
+
+
+def _check_url(key: str, text: str, example: str) -> None:
+    """Raise `RunError` if a text is not the URL of a server."""
     try:
-        url = urlsplit(reward.endpoint)
+        url = urlsplit(text)
         is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError:
         is_one = False
     if not is_one:
-        text = f"{key}.endpoint must be the URL of a server, such as http://127.0.0.1:8000/v1, got {shown(reward.endpoint)}"
-        raise RunError(f"{key}.endpoint", reward.endpoint, str, text)
+        what = f"{key} must be the URL of a server, such as {example}, got {shown(text)}"
+        raise RunError(key, text, str, what)
+
+
+def _check_servers(rollout: RolloutConfig) -> None:
+    """Check the section of external servers: where it belongs, and each URL."""
+    key, external = "rollout.external", rollout.external
+    is_external = engine_named(rollout.backend).runs_elsewhere
+    if external is None:
+        if is_external:
+            text = f"{key}.endpoints is missing: backend {rollout.backend!r} needs the URL of a server for each replica"
+            others = ("rollout.backend",)
+            raise RunError(f"{key}.endpoints", None, list, text, others, problem="missing key")
+        return
+    if not is_external:
+        text = f"{key} applies only to rollout.backend 'external', got {rollout.backend!r}; remove the section"
+        raise RunError(key, None, text=text, others=("rollout.backend",))
+    for place, url in enumerate(external.endpoints):
+        here = f"{key}.endpoints.{place}"
+        _check_url(here, url, "http://node-7:8000")
+        if urlsplit(url).username is not None:
+            text = f"{here} must not have a user name or password; write {key}.key instead"
+            raise RunError(here, "a URL with a password", str, text)
+        if url in external.endpoints[:place]:
+            text = f"{here} must differ from the others, got {shown(url)} twice: each replica loads weights into its own server"
+            raise RunError(here, url, str, text)
+    if external.key is not None and not is_secret(external.key):
+        text = f'{key}.key must be an environment variable, such as "${{SERVER_API_KEY}}", so that no record contains it'
+        raise RunError(f"{key}.key", "a literal key", str, text)
 
 
 def _check_function_keys(key: str, reward: RewardConfig) -> None:
@@ -656,6 +689,7 @@ def _check_device(device: str) -> None:
 CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_model(run.model),
     lambda run: _check_stops(run.rollout),
+    lambda run: _check_servers(run.rollout),
     check_bounds,
     *POOL_CHECKS,
     lambda run: _check_algorithms(

@@ -40,6 +40,7 @@ from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
     AlgorithmChanges,
+    ExternalConfig,
     ReplicasConfig,
     RolloutConfig,
     SecondaryTrainerConfig,
@@ -446,6 +447,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "top_k": Bounds(1),
         "min_p": SHARE,
     },
+    ExternalConfig: {"timeout": POSITIVE},
     SpeculativeConfig: {
         "tokens": Bounds(1, MOST_DRAFTED),
         "acceptance": SHARE,

@@ -17,6 +17,8 @@ from streamrl.runfile.workload_config import HUB
 
 PATH_KEYS = (
     "model.path",
+    "rollout.external.certificate",
+    "rollout.external.directory",
     "workload.prompts",
     "evaluation.prompts",
     "evaluation.scorer",

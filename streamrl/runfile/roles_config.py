@@ -16,6 +16,7 @@ from streamrl.runfile.algorithm_config import (
 from streamrl.runfile.algorithms import AlgorithmName
 from streamrl.runfile.backend_choice import (
     RolloutBackend,
+    ServerApiName,
     TrainerBackend,
 )
 from streamrl.runfile.scorer_choice import SCORERS, function_of
@@ -148,6 +149,25 @@ class SpeculativeConfig(Section, frozen=True, kw_only=True):
     """Whether tokens are drafted. A plan turns it off where drafting does not pay."""
 
 
+class ExternalConfig(Section, frozen=True, kw_only=True):
+    """Servers that generate for `rollout.backend` "external". Someone else starts and stops them."""
+
+    endpoints: tuple[str, ...]
+    """URL of each server, such as "http://node-7:8000"; one for each replica."""
+    api: ServerApiName = "vllm"
+    """API of the servers. vllm: `vllm serve`, with VLLM_SERVER_DEV_MODE=1. sglang: SGLang's own."""
+    key: str | None = None
+    """API key of the servers, as "${NAME}" of an environment variable. Records contain only the name."""
+    certificate: str | None = None
+    """For https: file with the certificates to trust, in place of the system's."""
+    timeout: Duration = Duration(60.0)
+    """A server that gives no sign of life for this long is lost, and so is its replica."""
+    directory: str | None = None
+    """Directory for new weights, which the servers see under the same path. Where absent, they are in
+    shared memory of this machine, so the servers must run here.
+    """
+
+
 class ReplicasConfig(Section, frozen=True, kw_only=True):
     """Replicas of another kind, besides those of `[rollout]`, whose other keys apply to them too."""
 
@@ -250,9 +270,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     memory_utilization: float = 0.9
     """Share of GPU memory for weights, KV cache and, except with SGLang, the workspace of a pass."""
     backend: RolloutBackend = "transformers"
-    """Inference engine. transformers: its continuous batching. vllm. static: one batch to its end,
-    then the next; a reference that is executed but not simulated.
+    """Inference engine. transformers: its continuous batching. vllm. sglang: a server that each
+    replica starts. external: the servers of `rollout.external`. static: one batch to its end, then
+    the next; a reference that is executed but not simulated.
     """
+    external: ExternalConfig | None = None
+    """Executed: the servers of backend external."""
     shares_prefixes: bool | None = None
     """Whether a group's prompt is prefilled and kept once, as vLLM and SGLang do. `execute` does so
     with `backend` vllm, for rollouts that start under the same weights. The default is true,

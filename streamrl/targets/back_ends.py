@@ -6,7 +6,12 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from streamrl.runfile.backend_choice import ENGINES, TRAINING_BACKENDS, training_backend_named
+from streamrl.runfile.backend_choice import (
+    ENGINES,
+    TRAINING_BACKENDS,
+    engine_named,
+    training_backend_named,
+)
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.gpu_pools import Side, device_of, gpus_used, sides_of
@@ -55,9 +60,10 @@ def num_nodes(sides: Iterable[Side], pools: dict[str, PoolConfig]) -> int:
 
 
 def _engine_of(rollout: RolloutConfig, device: str, pools: dict[str, PoolConfig]) -> str:
-    """Return vLLM on GPUs, where a replica may have several, else the engine of the run."""
+    """Return vLLM for GPUs if the engine of the run cannot split a model over several, else that engine."""
     on_cpu = any(device_of(device, pools[kind.pool]) == "cpu" for kind in rollout.kinds)
-    return rollout.backend if on_cpu or rollout.backend not in ENGINES.own else "vllm"
+    is_kept = rollout.backend not in ENGINES.own or engine_named(rollout.backend).splits_model
+    return rollout.backend if on_cpu or is_kept else "vllm"
 
 
 def _trainer_back_end_of(trainer: TrainerConfig, *, takes_turns: bool) -> str:

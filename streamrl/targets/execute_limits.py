@@ -15,8 +15,11 @@ from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import (
     ENGINES,
+    SERVER_APIS,
     EngineChoice,
+    VllmServer,
     engine_named,
+    server_api_named,
     training_backend_named,
 )
 from streamrl.runfile.choices import import_object
@@ -42,9 +45,6 @@ class Limit(NamedTuple):
     way_out: str = ""
 
 
-VLLM_TEMPERATURES = (0.01, 2.0)
-"""Temperatures that vLLM supports (0.32.0, vllm/sampling_params.py). It silently raises lower ones to the minimum, and
-rejects higher ones."""
 WHOLE_SAMPLING = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "stop": (), "seed_rollouts": False}
 """Keys of `[rollout]` that an engine may lack, with the values that need nothing of it."""
 VLLM_PLACES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -60,6 +60,7 @@ def check_back_ends(run: Run) -> None:
     own_rank = sync.lora_rank if run.serves_adapters else None
     _refuse(_limits_of_scope(run.framework.name, run.verifier, run.faults, execute.launcher))
     _refuse(_limits_of_model(model))
+    _refuse(_limits_of_servers(rollout, policies, execute.launcher))
     check_replicas(rollout, model, execute.device, pools)
     _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
     _refuse(_limits_of_attention(model, kinds, run.trainers))
@@ -234,7 +235,7 @@ def _limits_of_engine(
         "policies.concurrency",
         concurrency,
         concurrency == "fixed" or engine.follows_pressure,
-        f"'fixed' for backend {rollout.backend}, whose batch is full or at its end",
+        f"'fixed' for backend {rollout.backend}, which does not report how full its KV cache is",
     )
 
 
@@ -367,13 +368,7 @@ def limits_of_vllm(
     rollout: RolloutConfig, model: ModelConfig, workload: WorkloadConfig, adapter_rank: int | None
 ) -> Iterator[Limit]:
     """Yield the limits of settings that vLLM would change silently, or with which it would not start."""
-    temperature, (least, most) = rollout.temperature, VLLM_TEMPERATURES
-    yield Limit(
-        "rollout.temperature",
-        temperature,
-        least <= temperature <= most,
-        f"from {least} to {most:g} for backend vllm, which samples at no other",
-    )
+    yield from _limits_of_temperature(rollout.temperature, VllmServer.temperatures, "backend vllm")
     positions = None if model.path is None else read_positions(Path(model.path))
     longest = longest_sequence(rollout, workload)
     yield Limit(
@@ -388,6 +383,74 @@ def limits_of_vllm(
         adapter_rank is None or adapter_rank <= VLLM_PLACES[-1],
         f"at most {VLLM_PLACES[-1]} for backend vllm",
         "--set sync.merge_adapters=true executes it",
+    )
+
+
+def limits_of_external(
+    rollout: RolloutConfig, model: ModelConfig, workload: WorkloadConfig, adapter_rank: int | None
+) -> Iterator[Limit]:
+    """Yield the limits of servers that someone else runs: their number, and how their API samples."""
+    external = rollout.external
+    assert external is not None, "the checks of a run file want the section"
+    num_servers = len(external.endpoints)
+    yield Limit(
+        "rollout.replicas",
+        rollout.num_replicas,
+        rollout.num_replicas <= num_servers,
+        f"at most {num_servers}, the number of rollout.external.endpoints: each replica has a server of its own",
+    )
+    api, whose = server_api_named(external.api), f"rollout.external.api {external.api}"
+    yield from _limits_of_temperature(rollout.temperature, api.temperatures, whose)
+    able = [name for name in SERVER_APIS.own if server_api_named(name).sampling_keys]
+    for key, whole in WHOLE_SAMPLING.items():
+        value = getattr(rollout, key)
+        yield Limit(
+            f"rollout.{key}",
+            value,
+            value == whole or key in api.sampling_keys,
+            f"left out for {whose}, whose log-probabilities would be those of another distribution",
+            f"a server of api {able[0]} can sample by it",
+        )
+
+
+def _limits_of_temperature(
+    temperature: float, bounds: tuple[float, float] | None, whose: str
+) -> Iterator[Limit]:
+    if bounds is not None:
+        least, most = bounds
+        yield Limit(
+            "rollout.temperature",
+            temperature,
+            least <= temperature <= most,
+            f"from {least} to {most:g} for {whose}, which samples at no other",
+        )
+
+
+def _limits_of_servers(
+    rollout: RolloutConfig, policies: PoliciesConfig, launcher: str
+) -> Iterator[Limit]:
+    """Yield the limits of policies and launchers if servers generate."""
+    of_backend = f"for backend {rollout.backend}"
+    yield Limit(
+        "policies.system",
+        policies.system,
+        not policies.shares_gpus or engine_named(rollout.backend).can_sleep,
+        f"another than 'colocated' {of_backend}: its servers keep their GPUs while the trainer computes",
+    )
+    if rollout.external is None:
+        return
+    num_servers = len(rollout.external.endpoints)
+    yield Limit(
+        "execute.launcher",
+        launcher,
+        launcher != "ray",
+        f"'local' {of_backend}: the clients of its servers run on the controller's machine",
+    )
+    yield Limit(
+        "policies.max_replicas",
+        policies.max_replicas,
+        policies.resize == "keep" or (policies.max_replicas or num_servers + 1) <= num_servers,
+        f"at most {num_servers} {of_backend}, the number of rollout.external.endpoints",
     )
 
 

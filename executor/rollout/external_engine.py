@@ -1,0 +1,456 @@
+"""Generate on a server that someone else runs, such as `vllm serve`, over its HTTP API.
+
+The process of the replica is only a client. So a server that dies or hangs is a lost replica, as an engine of its own
+would be, and the replacement waits for the server to come back.
+
+| guarantee of `InferenceEngine` | given by |
+|---|---|
+| a run ends in exactly one call of its `on_end` | the task of its request; `_fail` ends all runs of a lost server |
+| inside `paused()` no token is recorded | `_open`: tokens that arrive meanwhile are added later |
+| one version for each token | a load first ends every request, then loads, then sends a request for the rest of each run |
+| after `stop()` or a loss, `submit` and `paused` raise | `_end` |
+| log-probabilities of the tokens that may be sampled | `_check_logprobs`, once at the start |
+
+A load computes the KV cache of running rollouts again, under the new weights. Tokens of an ended request that had not
+arrived are lost; they are never recorded, so no token can have the wrong version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from streamrl.executor.roles import Manifest, RoleLostError
+from streamrl.executor.rollout.inference_engine import (
+    GPU_PASS_TOKENS,
+    STOPPED,
+    Copy,
+    OnEnd,
+    ReplicaSettings,
+    RunningSequence,
+    TimedPass,
+)
+from streamrl.executor.rollout.server_api import Part, ServerSettings, Wanted, make_api
+from streamrl.executor.rollout.server_client import ServerClient, ServerError
+from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_pairs
+from streamrl.executor.rollout.weight_directory import weight_directory
+from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
+
+LOOK_TIME = 1.0
+"""Seconds between two looks at the health of the server."""
+MOST_REFUSED = 2
+"""Refused connections in a row, above which nobody listens any more."""
+LOAD_TIME = 600.0
+"""Most seconds of one request that loads weights; a large model comes from a slow disk."""
+PROBE = [1]
+"""Prompt of the requests that check log-probabilities."""
+PROBE_TEMPERATURE = 2.0
+"""Temperature that differs from 1, within the limits of every server."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """One rollout, which may take several requests."""
+
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    on_end: OnEnd
+    seed: int | None
+    priority: int
+    ends: frozenset[int]
+    is_over: IsOver | None = None
+    task: asyncio.Task[None] | None = None
+    sent_at: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def so_far(self) -> RunningSequence:
+        made = list(self.tokens), list(self.logprobs), self.sent_at, list(self.token_times)
+        return RunningSequence(*made)
+
+    def add(self, part: Part, came_at: float) -> bool:
+        """Add the tokens of a part; return whether one ends the run. Later ones are left out."""
+        for token, logprob in zip(part.tokens, part.logprobs, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(math.nan if logprob is None else logprob)
+            self.token_times.append(came_at)
+            if token in self.ends or len(self.tokens) == self.max_tokens:
+                return True
+            if self.is_over is not None and self.is_over(self.tokens):
+                return True
+        return False
+
+
+class ExternalEngine:
+    """One server, and the runs that it generates for."""
+
+    def __init__(self, settings: ReplicaSettings, server: ServerSettings | None = None) -> None:
+        """Use a server, by default the one in the settings."""
+        self._settings = settings
+        found = settings.server if server is None else server
+        assert found is not None, "the configuration of an external replica has a server"
+        self._server = found
+        self._api = make_api(found.api)
+        self._runs: dict[str, _Run] = {}
+        self._num_runs = 0
+        self._num_loads = 0
+        self._weights = ""
+        """Name of the server's weights; each load has a new one."""
+        self._error: RuntimeError | None = None
+        """Why the engine has ended, if it has."""
+        self._open = asyncio.Event()
+        """Cleared while tokens must not be recorded."""
+        self._open.set()
+        self._num_pauses = 0
+        self._alive_at = 0.0
+        """Last sign of life of the server, by `time.monotonic`."""
+        self._looking: asyncio.Task[None] | None = None
+        self._model: Any = None
+        """The Hugging Face model without weights."""
+        self._num_embeddings = 0
+
+    async def start(self, manifest: Manifest | None) -> None:
+        """Wait for the server, check that it fits the run, and load the weights."""
+        self._client = ServerClient(self._server)
+        self._model = await asyncio.to_thread(empty_model, self._settings.model)
+        self._num_embeddings = self._model.get_input_embeddings().num_embeddings
+        await self._wait()
+        await self._check_model()
+        if manifest is None:  # an earlier run may have left other weights
+            await self._load(self._settings.model, 0)
+        else:
+            copy = await self.read_weights(manifest)
+            await copy()
+        await self._check_logprobs()
+        self._looking = asyncio.create_task(self._look())
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Return the token ids that end a rollout."""
+        return end_tokens(self._model, self._settings.end_tokens)
+
+    @property
+    def pads_context(self) -> bool:
+        """Return False: decode steps do not pad."""
+        return False
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Return the default of vLLM's server; the real value is not reported."""
+        return GPU_PASS_TOKENS
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether fewer than `max_running` rollouts are at the server."""
+        return len(self._runs) < self._settings.max_running or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the engine was stopped, or its server is lost."""
+        return self._error is not None
+
+    @property
+    def cache(self) -> None:
+        """Return None: servers do not report their KV cache in one form."""
+        return None
+
+    def submit(
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        on_end: OnEnd,
+        seed: int | None,
+        priority: int,
+        is_over: IsOver | None = None,
+        evaluates: bool = False,
+    ) -> str:
+        """Send a request for the tokens after `tokens`."""
+        self._check_alive()
+        if max(tokens) >= self._num_embeddings:
+            raise ValueError(
+                f"token {max(tokens)} is not in the model's vocabulary of {self._num_embeddings} tokens"
+            )
+        self._num_runs += 1
+        name = str(self._num_runs)
+        sampling, ends = self._settings.sampling(evaluates=evaluates), self.end_tokens
+        run = _Run(tokens, sampling, max_new_tokens, on_end, seed, priority, ends, is_over)
+        self._runs[name] = run
+        run.task = asyncio.create_task(self._follow(name, run))
+        return name
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Record no token meanwhile. The server goes on, under the same weights."""
+        self._check_alive()
+        self._num_pauses += 1
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if not self._num_pauses:
+                self._open.set()
+
+    def read(self, run: str) -> RunningSequence:
+        """Return the output of `run` so far."""
+        return self._runs[run].so_far
+
+    def cancel(self, run: str) -> None:
+        """Drop `run`; its connection closes, and the server then aborts its request."""
+        _cancel(self._runs.pop(run))
+
+    async def read_weights(self, manifest: Manifest) -> Copy:
+        """Check weights against the model, and write them where the server reads them; return the load."""
+        await asyncio.to_thread(read_pairs, manifest, self._model)
+        beside = self._server.directory or str(Path(manifest.buckets[0].path).parent)
+
+        async def copy() -> None:
+            with weight_directory(self._settings.model, manifest, Path(beside)) as write:
+                directory = await asyncio.to_thread(write)
+                await self._load(str(directory), manifest.version)
+
+        return copy
+
+    async def sleep(self) -> None:
+        """Do nothing: the server keeps its memory."""
+        self._check_alive()
+
+    async def wake(self) -> None:
+        """Do nothing; see `sleep`."""
+        self._check_alive()
+
+    async def stop(self) -> None:
+        """End all runs; the server goes on."""
+        await self._end(RuntimeError(STOPPED))
+
+    async def time_passes(self) -> None:
+        """Raise an error: a server does not report its forward passes."""
+        raise NotImplementedError("an external server reports no forward passes")
+
+    async def passes(self) -> list[TimedPass]:
+        """Return no passes; see `time_passes`."""
+        return []
+
+    # The server -----------------------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        """Wait until the server is healthy, at most `timeout` seconds."""
+        began_at, timeout = time.monotonic(), self._server.timeout
+        while (reason := await self._health()) is not None:
+            if time.monotonic() - began_at > timeout:
+                raise RuntimeError(
+                    f"the server {self._client.url} did not answer within {timeout:g} s: {reason}"
+                )
+            await asyncio.sleep(min(LOOK_TIME, timeout / 4))
+        self._alive_at = time.monotonic()
+
+    async def _health(self) -> str | None:
+        """Return why the server cannot generate; None if it can."""
+        try:
+            await self._client.get(self._api.health, self._server.timeout)
+        except httpx.HTTPError as error:
+            return _named(error)
+        except ServerError as error:
+            if error.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                raise RuntimeError(f"{error}; set rollout.external.key") from None
+            return str(error)
+        return None
+
+    async def _check_model(self) -> None:
+        """Raise an error if the key is wrong, or the server takes no sequences of the run's length."""
+        most = self._api.see_models(await self._asked(self._api.models))
+        if most is not None and most < self._settings.max_length:
+            raise RuntimeError(
+                f"the server {self._client.url} takes sequences of {most} tokens, but workload.max_prompt_tokens + "
+                f"rollout.max_tokens is {self._settings.max_length}; start it with a larger limit (--max-model-len)"
+            )
+
+    async def _asked(self, path: str) -> Any:
+        try:
+            return await self._client.get(path, self._server.timeout)
+        except ServerError as error:
+            if error.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                raise RuntimeError(f"{error}; set rollout.external.key") from None
+            raise
+
+    async def _load(self, directory: str, version: int) -> None:
+        """End every request, make the server load a directory, and send requests for the rest of each run."""
+        running = list(self._runs.items())
+        for _, run in running:
+            _cancel(run)
+        await asyncio.gather(*(_ended(run) for _, run in running))
+        self._num_loads += 1
+        self._weights = f"v{version}.{self._num_loads}"
+        try:
+            for post in self._api.update(directory, self._weights):
+                await self._client.post(post, LOAD_TIME)
+        except (ServerError, httpx.HTTPError) as error:
+            missing = isinstance(error, ServerError) and error.status == httpx.codes.NOT_FOUND
+            advice = f"; {self._api.how_to_start}" if missing else ""
+            reason = f"the server cannot load {directory}: {_named(error)}{advice}"
+            await self._end(RoleLostError(reason))  # it may have both old and new weights
+            raise RuntimeError(reason) from error
+        self._alive_at = time.monotonic()
+        for name, run in running:
+            run.task = asyncio.create_task(self._follow(name, run))
+
+    async def _check_logprobs(self) -> None:
+        """Raise an error if log-probabilities are not those of the distribution that is sampled from.
+
+        Dividing logits by a temperature divides each difference of log-probabilities by it. With two tokens to sample
+        from, their probabilities add up to 1.
+        """
+        truncation = self._settings.truncation
+        first, second = await self._probed(1.0, WHOLE)
+        if self._settings.temperature != 1.0:
+            warm = await self._probed(PROBE_TEMPERATURE, WHOLE)
+            plain, found = first - second, warm[0] - warm[1]
+            if abs(found - plain) < abs(found - plain / PROBE_TEMPERATURE):
+                raise RuntimeError(self._unlike(f"temperature {self._settings.temperature:g}"))
+        if not truncation.is_whole:
+            two = await self._probed(1.0, Truncation(top_k=2))
+            mass = math.exp(two[0]) + math.exp(two[1])
+            if abs(mass - math.exp(first) - math.exp(second)) < abs(mass - 1):
+                raise RuntimeError(self._unlike("top_k, top_p and min_p"))
+
+    async def _probed(self, temperature: float, truncation: Truncation) -> tuple[float, float]:
+        sampling = Sampling(temperature=temperature, truncation=truncation)
+        answer = await self._client.post(self._api.probe(Wanted(PROBE, sampling, 1)), LOAD_TIME)
+        return self._api.read_probe(answer)
+
+    def _unlike(self, what: str) -> str:
+        return (
+            f"the server {self._client.url} returns log-probabilities before {what} instead of those of the tokens that "
+            f"may be sampled; {self._api.how_to_start}"
+        )
+
+    async def _look(self) -> None:
+        """Look at the server's health until it is lost."""
+        num_refused = 0
+        while not self.is_over:
+            await asyncio.sleep(min(LOOK_TIME, self._server.timeout / 4))
+            try:
+                reason = await self._health()
+            except RuntimeError as error:
+                await self._fail(str(error))
+                return
+            silence = time.monotonic() - self._alive_at
+            is_refused = reason is not None and reason.startswith(httpx.ConnectError.__name__)
+            num_refused = num_refused + 1 if is_refused else 0
+            if reason is None:
+                self._alive_at = time.monotonic()
+            elif silence > self._server.timeout or num_refused > MOST_REFUSED:
+                await self._fail(f"gave no sign of life for {silence:.1f} s: {reason}")
+
+    # Runs -----------------------------------------------------------------------------------------
+
+    async def _follow(self, name: str, run: _Run) -> None:
+        """Collect a run's tokens until it ends; the server may end a request earlier than the run."""
+        run.sent_at = run.sent_at or time.perf_counter()
+        try:
+            while not await self._request(run):
+                pass
+        except ValueError as error:  # concerns only this run
+            self._finish(name, RuntimeError(f"the server rejects a request: {error}"))
+        except ServerError as error:
+            if error.status >= httpx.codes.INTERNAL_SERVER_ERROR:
+                await self._fail(str(error))
+            else:
+                self._finish(name, RuntimeError(str(error)))
+        except (httpx.HTTPError, RuntimeError) as error:
+            await self._fail(_named(error))
+        else:
+            self._finish(name, run.so_far)
+
+    async def _request(self, run: _Run) -> bool:
+        """Add the tokens of one request to a run; return whether the run has ended."""
+        before = len(run.tokens)
+        wanted = Wanted(
+            [*run.prompt, *run.tokens],
+            run.sampling,
+            run.max_tokens - before,
+            tuple(sorted(run.ends)),
+            None if run.seed is None else run.seed + before,
+        )
+        post = self._api.generate(wanted, self._weights, run.priority)
+        events = self._client.stream(post)
+        num_read = 0
+        try:
+            async for event in events:
+                came_at = time.perf_counter()
+                self._alive_at = time.monotonic()
+                part = self._api.read(event, num_read)
+                num_read += len(part.tokens)
+                await self._open.wait()
+                self._check_version(part)
+                if run.add(part, came_at):
+                    return True
+                if part.is_last:
+                    break
+        finally:
+            with suppress(httpx.HTTPError, RuntimeError):
+                await events.aclose()  # type: ignore[attr-defined]  # an async generator
+        if not num_read:
+            raise RuntimeError("the server ended a request without a token")
+        return False
+
+    def _check_version(self, part: Part) -> None:
+        if part.weights is not None and part.weights != self._weights:
+            raise RuntimeError(
+                f"the server has weights {part.weights!r} instead of {self._weights!r}: someone else loads weights into it"
+            )
+
+    def _finish(self, name: str, result: RunningSequence | Exception) -> None:
+        run = self._runs.pop(name, None)
+        if run is not None:
+            run.on_end(result)
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(str(self._error))
+
+    async def _fail(self, reason: str) -> None:
+        """End every run, because the server is lost."""
+        await self._end(RoleLostError(f"the server {self._client.url} is lost: {reason}"))
+
+    async def _end(self, error: RuntimeError) -> None:
+        """End every run with an error, and close all connections."""
+        self._error = self._error or error
+        runs = list(self._runs.values())
+        self._runs.clear()
+        here = asyncio.current_task()
+        for run in runs:
+            if run.task is not here:
+                _cancel(run)
+            run.on_end(error)
+        if self._looking is not None and self._looking is not here:
+            self._looking.cancel()
+        await self._client.close()
+
+
+def _cancel(run: _Run) -> None:
+    assert run.task is not None
+    run.task.cancel()
+
+
+async def _ended(run: _Run) -> None:
+    """Wait until the task of a cancelled run has closed its connection."""
+    assert run.task is not None
+    with suppress(asyncio.CancelledError):
+        await run.task
+
+
+def _named(error: Exception) -> str:
+    """Return an error's text; those of connections often have none, so with the type."""
+    return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"

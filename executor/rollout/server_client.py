@@ -1,0 +1,124 @@
+"""Talk to an inference server over HTTP: requests, streams of events, and whether the server is alive.
+
+No message and no log contains the API key. Redirects are not followed, so that the key goes to no other host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import httpx
+
+from streamrl.executor.rollout.server_api import Post, ServerSettings
+
+MOST_SHOWN = 300
+"""Characters of a server's error that a message contains."""
+DATA, DONE = "data:", "[DONE]"
+"""Begin of an event in a stream (server-sent events), and the content of the last one."""
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+
+
+class ServerError(RuntimeError):
+    """A server rejected a request, or failed."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerClient:
+    """One server and its connections."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.url = settings.url.rstrip("/")
+        headers = {} if settings.key is None else {"Authorization": f"Bearer {settings.key}"}
+        verify = _trusted(settings.certificate)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=settings.timeout),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            verify=verify,
+            trust_env=False,  # no proxy between a run and its servers
+        )
+
+    async def get(self, path: str, seconds: float) -> Any:
+        """Return the answer of a path, decoded if it is JSON.
+
+        Raises:
+            ServerError: another status than 200.
+            httpx.HTTPError: there is no answer within some seconds.
+        """
+        return self._content(await self._http.get(path, timeout=seconds))
+
+    async def post(self, post: Post, seconds: float | None = None) -> Any:
+        """Send a request and return its answer; `seconds` limits the wait for it.
+
+        Raises:
+            ServerError: another status than 200.
+            httpx.HTTPError: the server is gone, or gives no answer in time.
+        """
+        answer = await self._http.post(
+            post.path, json=post.body, params=post.query, timeout=httpx.Timeout(seconds)
+        )
+        if answer.status_code == httpx.codes.NOT_FOUND and post.may_be_missing:
+            return None
+        return self._content(answer)
+
+    async def stream(self, post: Post) -> AsyncIterator[Any]:
+        """Send a request and yield each event of its answer; closing the iterator ends the request on the server.
+
+        Raises:
+            ServerError: another status than 200.
+            httpx.HTTPError: the server is gone.
+        """
+        async with self._http.stream("POST", post.path, json=post.body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                await answer.aread()
+                self._content(answer)
+            async for line in answer.aiter_lines():
+                content = line.removeprefix(DATA).strip()
+                if not line.startswith(DATA) or content == DONE:
+                    continue
+                yield json.loads(content)
+
+    async def close(self) -> None:
+        """Close all connections; the server aborts their requests."""
+        await self._http.aclose()
+
+    def _content(self, answer: httpx.Response) -> Any:
+        if answer.status_code != httpx.codes.OK:
+            where = f"{self.url}{answer.request.url.path}"
+            text = " ".join(answer.text.split())[:MOST_SHOWN]
+            raise ServerError(f"{where} answers {answer.status_code}: {text}", answer.status_code)
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        return answer.json() if is_json else answer.text
+
+
+def find_fault(settings: ServerSettings, paths: Iterable[str]) -> str | None:
+    """Return why a server does not answer all paths with status 200; None if it does."""
+
+    async def ask() -> str | None:
+        client = ServerClient(settings)
+        try:
+            for path in paths:
+                await client.get(path, settings.timeout)
+        except ServerError as error:
+            return str(error)
+        except httpx.HTTPError as error:
+            return f"{settings.url} does not answer: {type(error).__name__}"
+        finally:
+            await client.close()
+        return None
+
+    return asyncio.run(ask())
+
+
+def _trusted(certificate: str | None) -> ssl.SSLContext | bool:
+    """Return the certificates to trust; those of the system without a file."""
+    return True if certificate is None else ssl.create_default_context(cafile=certificate)
