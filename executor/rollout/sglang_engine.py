@@ -19,6 +19,8 @@ from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.server_api import ServerSettings
 
 HOST = "127.0.0.1"
+PAGE = 64
+"""Tokens of KV cache that a rollout may occupy beyond its own, on CPUs."""
 START_TIME = 1200.0
 """Seconds in which the server must come up; it compiles kernels and captures CUDA graphs at its first start."""
 
@@ -81,6 +83,9 @@ def command(settings: ReplicaSettings, port: int) -> list[str]:
         "log-level": "warning",
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if settings.device == "cpu":  # its own kernels for CPUs are in no package
+        words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        words += ["--max-total-tokens", str(settings.max_running * (settings.max_length + PAGE))]
     if not settings.shares_prefixes:
         words.append("--disable-radix-cache")
     return [sys.executable, "-m", "sglang.launch_server", *words]
