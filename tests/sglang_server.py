@@ -44,6 +44,8 @@ class SglangServer:
         self.requests: list[tuple[str, Any]] = []
         """Path and body of each request."""
         self.num_running = 0
+        self.num_sent = 0
+        """Parts of streams that were sent."""
         self.is_paused = False
         self._weights = "default"
         self._model = reference(model)
@@ -222,6 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for part in mine.generate(body):
                 self._chunk(f"data: {json.dumps(part)}\n\n")
+                mine.num_sent += 1
                 if mine.is_broken:
                     self.close_connection = True
                     self.connection.close()

@@ -93,9 +93,12 @@ def gap(model: Any, done: Completion, first: int = 0, temperature: float = 1.0) 
     return float((expected - torch.tensor(logprobs.tolist())).abs()[first:].max())
 
 
-async def running(server: SglangServer, count: int = 1) -> None:
-    while server.num_running < count:
+async def parts_of(server: SglangServer, count: int) -> None:
+    """Wait until the server has sent this many more parts of streams, and a moment until they are read."""
+    wanted = server.num_sent + count
+    while server.num_sent < wanted:
         await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
@@ -111,8 +114,7 @@ def test_each_token_has_its_id_its_log_probability_and_one_version(
         assert gap(reference(server.model_path), done, temperature=0.7) < 1e-5
         server.token_time = 0.005
         during = asyncio.ensure_future(replica.generate(ask(1, max_tokens=60)))
-        await running(server)
-        await asyncio.sleep(0.1)
+        await parts_of(server, 2)
         loaded = await replica.load(write_buckets(new.items(), tmp_path, 1), drain=False)
         done = await during
         assert loaded.checksum and loaded.load_time > 0
@@ -134,8 +136,7 @@ def test_an_aborted_rollout_keeps_its_tokens_and_ends_at_the_server(server: Sgla
     async def go(replica: ReplicaWorker) -> None:
         server.token_time = 0.005
         during = asyncio.ensure_future(replica.generate(ask(0, max_tokens=200)))
-        await running(server)
-        await asyncio.sleep(0.15)
+        await parts_of(server, 2)
         await replica.abort(0)
         done = await during
         assert done.finish == "aborted" and 0 < done.output.num_tokens < 200
@@ -164,7 +165,7 @@ def test_a_dead_or_silent_server_is_a_lost_role(server: SglangServer, how: str) 
     async def go(replica: ReplicaWorker) -> None:
         server.token_time = 0.01
         during = asyncio.ensure_future(replica.generate(ask(0, max_tokens=200)))
-        await running(server)
+        await parts_of(server, 1)
         if how == "dies":
             server.stop()
         elif how == "hangs":
