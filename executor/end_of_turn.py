@@ -14,7 +14,6 @@ them end a rollout, and each disagreement is reported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from streamrl.runfile.errors import RepeatedKeyError, RunError, unique_keys
+from streamrl.runfile.reading import parse_json, read_text
 
 EOS = "eos_token_id"
 GENERATION, CONFIG = "generation_config.json", "config.json"
@@ -89,8 +89,8 @@ def _declared(directory: Path) -> tuple[str, frozenset[int]]:
     is_there = (directory / GENERATION).is_file()
     for name in (GENERATION, CONFIG):
         try:
-            text = (directory / name).read_text(encoding="utf-8-sig")
-            found = json.loads(text, object_pairs_hook=unique_keys).get(EOS)
+            text = read_text(directory / name)
+            found = parse_json(text, unique_keys).get(EOS)
         except RepeatedKeyError as error:
             told = f"model.path: {directory / name}: {error}"
             raise RunError("model.path", str(directory), text=told) from None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from streamrl.executor.roles import Sample
 from streamrl.executor.tokens import TokenSegment, encode_ids, write_block
+from streamrl.runfile.reading import read_json
 
 
 class SyntheticTokens:
@@ -49,7 +50,7 @@ def without_end(model: Path, copy: Path) -> Path:
             (copy / file.name).symlink_to(file.resolve())
     for name in CONFIG_FILES:
         if (model / name).is_file():
-            table = json.loads((model / name).read_text(encoding="utf-8"))
+            table = read_json(model / name)
             kept = {key: value for key, value in table.items() if key not in END_KEYS}
             (copy / name).write_text(json.dumps(kept), encoding="utf-8")
     return copy
@@ -57,4 +58,4 @@ def without_end(model: Path, copy: Path) -> Path:
 
 def vocabulary_of(model: Path) -> int:
     """Return the vocabulary size in a model's config.json."""
-    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    return int(read_json(model / "config.json")["vocab_size"])

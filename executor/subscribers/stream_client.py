@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from streamrl.runfile.reading import decode_json
+
 STREAM = "stream.json"
 """File in the run directory with the address of its stream, while the run is active."""
 HOST = "127.0.0.1"
@@ -50,7 +52,7 @@ async def read_stream(
         RuntimeError: the run refuses the request, drops you because you are too slow, or ends without an end event.
     """
     try:
-        address = msgspec.json.decode(Path(directory, STREAM).read_bytes(), type=StreamAddress)
+        address = decode_json(Path(directory, STREAM), StreamAddress)
         reader, writer = await asyncio.open_connection(HOST, address.port, limit=LONGEST)
     except (OSError, msgspec.MsgspecError):
         text = f"{directory}: no run streams there; start it with execute.stream_port"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -16,6 +15,7 @@ from streamrl.executor.verifier.verifier import Verifier
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.resolved import reward_model_key
 from streamrl.runfile.errors import shown, unique_keys
+from streamrl.runfile.reading import parse_json, read_text
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.runfile.workload_config import HUB, WorkloadConfig
 from streamrl.workload.prompt_families import FAMILY
@@ -31,8 +31,8 @@ def check_reward_model(verifier: VerifierConfig) -> None:
         return
     key, path = reward_model_key(verifier), Path(reward.model)
     try:
-        text = (path / "config.json").read_text(encoding="utf-8-sig")
-        table = json.loads(text, object_pairs_hook=unique_keys)
+        text = read_text(path / "config.json")
+        table = parse_json(text, unique_keys)
         names = [str(name) for name in table.get("architectures") or ()]
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{key}: {path} has no readable config.json: {error}") from None

@@ -16,6 +16,7 @@ from streamrl.runfile.formatting import format_step_time, listing, long_dollars,
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.policies_config import SystemName
+from streamrl.runfile.reading import decode_json
 from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -670,7 +671,7 @@ def read_plan(path: Path | str) -> Plan:
     """
     check_results(Path(path))
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+        return decode_json(path, Plan)
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path}: not a plan: {error}") from None
 

@@ -181,8 +181,17 @@ def main() -> None:
         with log_to_stderr(), UNTIL_END:
             app(prog_name="streamrl")
     except ValueError as error:
+        if isinstance(error, OSError):  # `UnreadableError`
+            _say(f"{error.filename}: {error.strerror}")
+            sys.exit(WRONG_INPUT)
         for each in (error, *getattr(error, "further", ())[:MOST_FURTHER]):
             _say(each)
+        sys.exit(WRONG_INPUT)
+    except MemoryError:
+        _say("the memory of this machine does not suffice for this input; use a smaller one")
+        sys.exit(WRONG_INPUT)
+    except RecursionError:
+        _say("the input is nested too deeply")
         sys.exit(WRONG_INPUT)
     except RuntimeError as error:
         print(getattr(error, "traceback", ""), end="", file=sys.stderr)  # of `ExtensionError`

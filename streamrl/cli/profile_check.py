@@ -21,6 +21,7 @@ from streamrl.logs.log_formats import LogFormat
 from streamrl.logs.recorded_rollouts import RolloutColumns
 from streamrl.runfile.frameworks import USUAL, Framework, UsualSeconds
 from streamrl.runfile.list_prices import KINDS, read_sheets
+from streamrl.runfile.reading import read_text
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.kernels import peak_of, table_path
 from streamrl.sim.costs.overheads import ServingEngine
@@ -172,9 +173,7 @@ def _check_host(path: Path) -> list[str]:
 
 
 def _check_lengths(path: Path) -> list[str]:
-    header = next(
-        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
-    )
+    header = next(line for line in read_text(path).splitlines() if not line.startswith("#"))
     load_source(
         LengthsConfig(kind="histogram" if "density" in header else "empirical", source=str(path))
     )

@@ -184,6 +184,8 @@ def holds_run(path: Path) -> bool:
     """Return whether a path is a run directory, or a trace file."""
     if path.is_dir():
         return (path / TRACE).is_file()
+    if not path.is_file():  # a pipe is read once, and not here
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(HEADER)) == HEADER

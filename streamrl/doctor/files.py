@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from streamrl.record.assumed import assumed_of_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.findings import Finding, Level
+from streamrl.runfile.reading import read_json
 from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.stated_lengths import DRAWN, described
 from streamrl.workload.workload import RecordedGroups, load_source
@@ -142,7 +142,7 @@ def _there(key: str, path: Path, otherwise: str) -> Finding:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object of a file; None if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = read_json(path)
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -408,6 +408,10 @@ class Trace:
 _ENCODER = msgspec.json.Encoder()
 
 
+MOST_HEADER = 2**24
+"""Maximum bytes of the first line, which has the run file."""
+
+
 def read_trace(path: Path | str) -> Trace:
     """Read a trace file. A last line that a crash cut short is left out; entries of a large file stay on disk.
 
@@ -415,9 +419,11 @@ def read_trace(path: Path | str) -> Trace:
         ValueError: a line cannot be read; the message names file and line. Or the directory mixes files of two commands.
     """
     path = Path(path)
+    if path.is_fifo() or path.is_char_device():
+        raise ValueError(f"{path}: a trace must be a file, because it is read several times")
     try:
         with path.open("rb") as file:
-            header = _read_header(path, file.readline().rstrip(b"\n"))
+            header = _read_header(path, file.readline(MOST_HEADER).rstrip(b"\n"))
         size = path.stat().st_size
         check_results(path, header.run_id)
     except OSError as error:

@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.runfile.errors import RepeatedKeyError, unique_keys
+from streamrl.runfile.reading import read_json
 
 MODELOPT_FILE = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
@@ -190,7 +190,7 @@ def _of_layers(part: Mapping[str, object], where: str) -> CheckpointFormat:
 
 def _json(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
+        return read_json(path, unique_keys)
     except RepeatedKeyError as error:
         raise ValueError(f"{path.name}: {error}") from None
     except (OSError, ValueError, RecursionError):

@@ -22,6 +22,7 @@ from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.model_types import EXECUTED_TYPES
 from streamrl.hardware.vision_tower import vision_parameters
 from streamrl.runfile.errors import RunError, shown, unique_keys
+from streamrl.runfile.reading import read_json
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields of a multimodal config.json that hold the language model."""
@@ -70,7 +71,7 @@ def read_model_directory(directory: Path) -> ModelDirectory:
     """
     path = directory / "config.json"
     try:
-        table = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
+        table = read_json(path, unique_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, f"{path} cannot be read: {error}") from None
     if not isinstance(table, dict):
@@ -154,7 +155,7 @@ def _text_part(table: dict[str, object]) -> Mapping[str, object]:
 def read_positions(directory: Path) -> int | None:
     """Return `max_position_embeddings` of a Hugging Face directory, in tokens; None if it is not stated."""
     try:
-        table = json.loads((directory / "config.json").read_text(encoding="utf-8-sig"))
+        table = read_json(directory / "config.json")
     except (OSError, ValueError, RecursionError):
         return None
     text = _text_part(table) if isinstance(table, dict) else {}
@@ -190,7 +191,7 @@ def weight_problems(directory: Path) -> Iterator[str]:
 def _indexed_files(directory: Path) -> list[str]:
     """Return the file names in the index; none without an index."""
     try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8-sig"))
+        index = read_json(directory / INDEX)
         return sorted({str(name) for name in index["weight_map"].values()})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return []

@@ -30,7 +30,6 @@ import datetime
 import hashlib
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -47,6 +46,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.policies_config import SyncMode
+from streamrl.runfile.reading import read_toml
 from streamrl.runfile.result_files import write_file
 from streamrl.runfile.roles_config import Packing, Recompute
 
@@ -289,7 +289,7 @@ def read_measured(path: Path) -> MeasuredProfile:
         ValueError: the file is not a valid profile. The text has the file, table, row (from 1) and key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = read_toml(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from streamrl.hardware.model_shape import STATE_BYTES
 from streamrl.hardware.profile_table import ProfileTable
+from streamrl.runfile.reading import read_text
 
 Floats: TypeAlias = NDArray[np.float64]
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -90,7 +91,7 @@ def read_table(path: Path) -> Table:
     Raises:
         ValueError: a fact is missing, or a cell is not a positive number. The text has file, row and column.
     """
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = read_text(path).splitlines()
     head = [line for line in lines if line.startswith("#")]
     facts = _read_facts(path, head)
     body = lines[len(head) :]

@@ -6,7 +6,6 @@ import datetime
 import difflib
 import functools
 import math
-import tomllib
 from pathlib import Path
 from typing import Literal, TypeVar, assert_never
 
@@ -21,6 +20,7 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.keys import pool_key
+from streamrl.runfile.reading import read_toml
 from streamrl.runfile.roles_config import SpeculativeConfig
 from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
 
@@ -279,7 +279,7 @@ def read_profile(path: Path, kind: type[_Profile]) -> _Profile:
         ValueError: the file is not a profile of this kind. The text has the file and the key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = read_toml(path)
         return msgspec.convert(table, kind, dec_hook=read_quantity)
     except (
         ValueError,

@@ -9,7 +9,6 @@ during writing is left out with a note.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +26,8 @@ from streamrl.logs.log_formats import Keys, LinePattern, LogFormat, known_format
 from streamrl.logs.measured_steps import COLUMNS, SECONDS, MeasuredStep, MeasuredSteps, parse_steps
 from streamrl.logs.printed_values import read_dict, read_number
 from streamrl.runfile.errors import RepeatedKeyError, shown, unique_keys
-from streamrl.workload.data_files import read_bytes, read_csv
+from streamrl.runfile.reading import MOST_LOG, parse_json, read_bytes
+from streamrl.workload.data_files import read_csv
 
 Figures = dict[str, float]
 """Numbers by key."""
@@ -177,7 +177,7 @@ def _is_table(path: Path) -> bool:
 
 def _read_text(path: Path) -> str:
     try:
-        data = read_bytes(path)
+        data = read_bytes(path, MOST_LOG)
         is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return data.decode("utf-16" if is_wide else "utf-8-sig", errors="replace")
     except (OSError, EOFError, zlib.error) as error:
@@ -194,10 +194,10 @@ def _json_rows(found: LogRecords, text: str) -> list[PlacedRow] | None:
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
-        whole = json.loads(text, object_pairs_hook=unique_keys)
+        whole = parse_json(text, unique_keys)
     except RepeatedKeyError as error:
         raise ValueError(f"{found.path}: {error}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         return _json_lines(found, text)
     if isinstance(whole, dict) and found.log.rows is not None:
         whole = whole.get(found.log.rows, whole)
@@ -216,10 +216,10 @@ def _json_lines(found: LogRecords, text: str) -> list[PlacedRow] | None:
     lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
     for number, line in lines:
         try:
-            row = json.loads(line, object_pairs_hook=unique_keys)
+            row = parse_json(line, unique_keys)
         except RepeatedKeyError as error:
             raise ValueError(f"{found.path}:{number}: {error}") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             if not rows or not line.lstrip().startswith("{"):
                 return None
             if number != lines[-1][0]:
@@ -541,7 +541,7 @@ def read_measured_file(
     Raises:
         ValueError: the file cannot be read, has no known format, or has no seconds of any step.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such file")
     if name == CSV or (name is None and _has_our_columns(path)):
         steps = parse_steps(str(path), read_csv(path))

@@ -15,6 +15,7 @@ from streamrl.hardware.profiles import find_profile
 from streamrl.logs.log_formats import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.logs.recorded_rollouts import RecordedRollouts
+from streamrl.runfile.reading import read_text
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 from streamrl.workload.workload import RecordedGroups, load_source
 
@@ -156,7 +157,7 @@ def _written(notes: list[str], workload: dict[str, object]) -> str:
 
 def _kind_of(shape: str) -> LengthsKind:
     path = find_profile("lengths", shape, ".csv")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text(path).splitlines()
     header = next(line for line in lines if not line.startswith("#"))
     return "histogram" if "density" in header else "empirical"
 

@@ -18,6 +18,7 @@ from streamrl.logs.printed_values import read_number
 from streamrl.record import run_directory
 from streamrl.record.prompt_tokens import PROMPTS, read_prompt_tokens
 from streamrl.record.run_directory import ROLLOUTS
+from streamrl.runfile.reading import read_json
 from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
 from streamrl.workload.data_files import read_csv, read_lines, read_rows
 
@@ -135,7 +136,7 @@ def _line_of(row: Row) -> int | None:
 def _only_object(path: Path) -> Row | None:
     """Return the object that a JSON file consists of; None for another file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = read_json(path)
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -30,6 +30,7 @@ from streamrl.runfile.formatting import (
     format_share,
     format_step_time,
 )
+from streamrl.runfile.reading import read_bytes
 from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.units import BITS_PER_BYTE, SECONDS_PER_HOUR
 
@@ -341,7 +342,7 @@ def read_comparison(path: Path) -> AgainstFile:
     """
     check_results(path)
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         names = msgspec.json.decode(data, type=_Names).names
         return AgainstFile(names=names, against=msgspec.json.decode(data, type=Against))
     except OSError as error:

@@ -20,6 +20,7 @@ import msgspec
 from streamrl.report.study_table import Question, check_metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import change_run, load_run
+from streamrl.runfile.reading import read_toml
 from streamrl.runfile.sweep import Axis, Scale, parse_axis
 
 NUM_SEEDS = 1  # its interval shows what more seeds would add
@@ -97,7 +98,7 @@ class Study:
 def is_study(path: Path) -> bool:
     """Return whether a file is a study, not a run file; False for an unreadable file."""
     try:
-        return isinstance(tomllib.loads(path.read_text(encoding="utf-8-sig")).get(KEY), str)
+        return isinstance(read_toml(path).get(KEY), str)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -109,7 +110,7 @@ def load_study(path: Path) -> Study:
         ValueError: the file is wrong; the message is one line with the path, the key and the reason.
     """
     try:
-        return _make_study(tomllib.loads(path.read_text(encoding="utf-8-sig")), path.parent)
+        return _make_study(read_toml(path), path.parent)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     except msgspec.ValidationError as error:

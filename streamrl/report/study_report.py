@@ -17,6 +17,7 @@ from streamrl.report.study_file import Study
 from streamrl.report.study_table import MetricTable, Spread, find, label_of, make_table, name_of
 from streamrl.runfile.keys import read_value
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.reading import decode_json
 from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.sweep import Axis, Grid
 from streamrl.sim.studies.results import StudyRow
@@ -289,7 +290,7 @@ def read_study(path: Path, name: str) -> RecordedStudy:
     check_results(path)
     file = path.with_name(STUDY_JSON)
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=StudyJson)
+        found = decode_json(file, StudyJson)
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from None
     except msgspec.MsgspecError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import join_key
 from streamrl.runfile.paths import IMPLEMENTATION, MODEL, PATH_KEYS, names_code
+from streamrl.runfile.reading import read_toml
 from streamrl.runfile.scorer_choice import SCORERS, file_of, with_file
 from streamrl.runfile.workload_config import HUB
 
@@ -64,12 +64,12 @@ def _read_merged(path: Path, above: tuple[Path, ...]) -> Table:
 
 def _read(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return read_toml(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such run file") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of TOML, text, huge numbers or deep nesting
+    except ValueError as error:  # of TOML, text or huge numbers
         raise ValueError(f"{path}: not a TOML file: {error}") from None
 
 

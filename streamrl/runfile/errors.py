@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from math import inf, isfinite
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -102,9 +103,13 @@ class RunError(ValueError):
         return self._text or f"{self.key} must be {say(self.allowed)}, got {shown(self.value)}"
 
 
+MOST_ERRORS = 100
+"""Maximum errors of a run file. For each unknown key, similar keys are searched."""
+
+
 def raise_all(errors: Iterable[RunError]) -> None:
-    """Raise the first of some errors, with the others as its `further`; do nothing if there are none."""
-    found = list(errors)
+    """Raise the first of some errors, with the others as its `further`, at most `MOST_ERRORS`; do nothing if there are none."""
+    found = list(islice(errors, MOST_ERRORS))
     if found:
         first, *others = found
         first.further = tuple(others)

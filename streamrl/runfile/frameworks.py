@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -30,6 +29,7 @@ from streamrl.runfile.policies_config import (
     SystemName,
 )
 from streamrl.runfile.profile_folder import PROFILES
+from streamrl.runfile.reading import read_toml
 from streamrl.runfile.roles_config import Sharding, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Bandwidth, Duration, read_quantity
@@ -246,7 +246,7 @@ def load_usual() -> UsualSeconds:
 def read_framework_file(path: Path, kind: type[_Read]) -> _Read:
     """Read a file of profiles/frameworks; `ValueError` by file and key where it is not one."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = read_toml(path)
         return msgspec.convert(table, kind, dec_hook=read_quantity)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

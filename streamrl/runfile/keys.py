@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from typing import Any
 
 from streamrl.runfile.errors import RunError, shown
+from streamrl.runfile.reading import parse_toml
 
 _PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^."]+')
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -152,7 +152,7 @@ def _index(entries: list[Any], part: str, path: str) -> int:
 def read_value(text: str) -> object:
     """Read a TOML value; other text becomes a string."""
     try:
-        table = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
+        table = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return table["value"] if len(table) == 1 else text

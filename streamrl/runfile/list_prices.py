@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import functools
 import re
-import tomllib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from streamrl.runfile.gpu_names import gpu_name
 from streamrl.runfile.profile_folder import PROFILES
+from streamrl.runfile.reading import read_toml
 
 PRICES = PROFILES / "prices.toml"
 KINDS = ("on-demand", "reserved", "spot")
@@ -86,7 +86,7 @@ def read_sheets(path: Path) -> tuple[Sheet, ...]:
         ValueError: the file is not one. The text has the file and the key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = read_toml(path)
         return msgspec.convert(table, _SheetFile).sheet
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

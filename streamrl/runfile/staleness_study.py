@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.runfile.reading import decode_json
+
 LEAST_APART = 0.1
 """Versions by which lags differ at least, so that a line through them says something."""
 
@@ -75,7 +77,7 @@ def read_staleness_model(path: str, correction: str) -> StalenessModel:
     """
     key = f"plan.staleness_study {path!r}"
     try:
-        study = msgspec.json.decode(Path(path).read_bytes(), type=StalenessStudy)
+        study = decode_json(path, StalenessStudy)
     except OSError as error:
         raise ValueError(f"{key}: cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import datetime
 import difflib
-import gzip
 import importlib.util
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from streamrl.runfile.errors import RunError, unique_keys
+from streamrl.runfile.reading import MOST_ROWS, check_values, parse_json, read_text
 from streamrl.runfile.workload_config import HUB
 
 if TYPE_CHECKING:
@@ -35,11 +37,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(_lines(path))
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         _check_columns(path, reader.fieldnames)
-        rows = list(reader)
+        rows = list(islice(reader, MOST_ROWS + 1))
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except (UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise ValueError(f"{path}: not a CSV file: {error}") from None
+    if len(rows) > MOST_ROWS:
+        raise ValueError(f"{path}: more than {MOST_ROWS:,} rows, which is the limit; sample it")
     for number, row in enumerate(rows, start=1):
         if None in row:
             raise ValueError(f"{path}: row {number} has more columns than the header")
@@ -77,19 +81,15 @@ def parse_number(text: str) -> float:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", newline="", encoding="utf-8-sig") as file:
-        for line in file:
-            if not line.startswith("#"):
-                yield line
+    for line in io.StringIO(read_text(path), newline=""):
+        if not line.startswith("#"):
+            yield line
 
 
 Row = dict[str, Any]
 """One line or row, as JSON represents it: dates as text, bytes in base 64."""
 
 PARQUET = (".parquet", ".pq")
-GZIP = b"\x1f\x8b"
-"""First bytes of a compressed file."""
 MOST_ERROR_CHARS = 300
 """Maximum characters that an error message takes from a library's error."""
 EXTRA = "pip install 'streamrl[data]'"
@@ -126,6 +126,10 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
     text = _read_text(path, key).rstrip()
     if not text:
         raise ValueError(f"{key and f'{key}: '}{path} has no lines")
+    try:
+        check_values(text)
+    except ValueError as error:
+        raise ValueError(f"{key and f'{key}: '}{path}: {error}; sample its rows") from None
     entries = _entries_of(text)
     if entries is not None:
         for number, entry in enumerate(entries, start=1):
@@ -133,25 +137,15 @@ def read_lines(path: Path, key: str = "") -> Iterator[Row]:
         return
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            row = json.loads(line, object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line, unique_keys)
+        except ValueError as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}{_remedy(text, path)}") from None
         yield _object(row, f"{path}:{number}")
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if it is compressed by gzip.
-
-    Raises:
-        OSError, EOFError, zlib.error: the file cannot be read, or its compressed data is damaged.
-    """
-    data = path.read_bytes()
-    return gzip.decompress(data) if data.startswith(GZIP) else data
-
-
 def _read_text(path: Path, key: str) -> str:
     try:
-        return read_bytes(path).decode("utf-8-sig")
+        return read_text(path)
     except FileNotFoundError:
         text = f"{key and f'{key}: '}{path} does not exist{_like(path)}"
         raise RunError(key, str(path), text=text) from None
@@ -173,8 +167,8 @@ def _entries_of(text: str) -> list[object] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found: list[object] = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError):
+        found: list[object] = parse_json(text, unique_keys)
+    except ValueError:
         return None  # lines are read instead, and the first wrong one is named
     return found if found and all(isinstance(entry, dict) for entry in found) else None
 
@@ -197,8 +191,8 @@ def _remedy(text: str, path: Path) -> str:
     if not text.startswith("{"):
         return ""
     try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
+        whole = parse_json(text)
+    except ValueError:
         return ""
     lists = [name for name, value in whole.items() if isinstance(value, list)]
     rows = f".{lists[0]}[]" if lists else "."

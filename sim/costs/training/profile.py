@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import tomllib
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.tiers import Tier
+from streamrl.runfile.reading import read_toml
 
 PATH = PROFILES / "measured" / "training.toml"
 
@@ -148,6 +148,6 @@ class TrainingProfile(ProfileTable, frozen=True, kw_only=True):
 def load_training_profile(path: Path = PATH) -> TrainingProfile:
     """Read the profile; `ValueError` names the file and the key of an error."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8-sig")), TrainingProfile)
+        return msgspec.convert(read_toml(path), TrainingProfile)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

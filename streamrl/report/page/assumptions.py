@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.frameworks import Setting, framework_of, settings_of
 from streamrl.runfile.keys import trainer_key
+from streamrl.runfile.reading import read_text, read_toml
 from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import Bandwidth
@@ -156,7 +156,7 @@ def _lengths_source(lengths: LengthsConfig) -> str:
     path = PROFILES / "lengths" / f"{lengths.source}.csv"
     if lengths.names_a_file or not path.is_file():
         return f"{RUN_FILE}: workload.lengths.source"
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = read_text(path).splitlines()
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
@@ -233,7 +233,7 @@ def _with_origin(source: str) -> str:
     path = PROFILES.parent / source
     if not (source.startswith("profiles/") and source.endswith(".toml") and path.is_file()):
         return source
-    origin = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("source")
+    origin = read_toml(path).get("source")
     return f"{source}: {origin}" if isinstance(origin, str) else source
 
 
