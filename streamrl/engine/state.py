@@ -266,8 +266,9 @@ class State:
                 self._own_evaluations.draw(event)
             case Evaluated():
                 self._own_evaluations.end(event.rollout)
-            case Woke(_):
-                self.next_wake = None
+            case Woke(time):
+                if time == self.next_wake:  # an earlier timer may end later than it was useful
+                    self.next_wake = None
             case Failed(command, reason):
                 self._fail(command, reason)
             case Interrupted(reason, saves):

@@ -49,15 +49,20 @@ class EndOverdue:
         if own is None or first is None or state.is_stopping:
             return ()
         if first.deadline - DUE > state.now:
-            is_set = state.next_wake is not None and state.next_wake <= first.deadline
-            return () if is_set else (WakeAt(first.deadline),)
+            return () if _is_set(state, first.deadline) else (WakeAt(first.deadline),)
         return self._end(state, own)
 
     def _end(self, state: State, own: Environments) -> Iterator[Command]:
         while (rollout := own.next_deadline()) is not None:
             if rollout.deadline - DUE > state.now:
-                yield WakeAt(rollout.deadline)
+                if not _is_set(state, rollout.deadline):
+                    yield WakeAt(rollout.deadline)
                 return
             yield Truncate(rollout.id)
             if rollout.replica is not None and not rollout.is_aborting:
                 yield Abort(rollout.id, rollout.replica.id)
+
+
+def _is_set(state: State, deadline: float) -> bool:
+    """Return whether the engine is asked again at or before a deadline."""
+    return state.next_wake is not None and state.next_wake <= deadline
