@@ -24,6 +24,8 @@ BYTES_PER_GB = 1e9
 ROUNDING = 9
 """Decimal places to which a number of units is rounded before it is rounded up, so that 3 h are 3 units."""
 
+SANDBOXES = "CPU sandboxes"
+"""Name of the sandboxes of episodes among the rents of pools."""
 BILLING_KEYS = "cluster.billing, and keys of pools and links"
 """Where a run file says what a bill has besides rent."""
 
@@ -35,7 +37,7 @@ class Bill(NamedTuple):
     """The dollars of a whole run."""
 
     pools: dict[str, float]
-    """GPUs, by pool."""
+    """GPUs by pool, and sandboxes if they cost anything."""
     egress: float
     storage: float
 
@@ -60,6 +62,11 @@ def billed_time(pool: PoolConfig, rented: Seconds) -> Seconds:
     return longest if isinstance(rented, np.ndarray) else float(longest)
 
 
+def _billed(pool: PoolConfig | None, rented: Seconds) -> Seconds:
+    """Return the seconds that are billed. Sandboxes are no pool, and are billed by the second."""
+    return rented if pool is None else billed_time(pool, rented)
+
+
 def storage_dollars(billing: BillingConfig, rented: Seconds) -> Seconds:
     """Return the dollars of storage for the time for which GPUs are rented."""
     per_month = billing.storage / BYTES_PER_GB * billing.storage_price
@@ -73,14 +80,14 @@ def bill_of(
 
     Args:
         cluster: the section `[cluster]`.
-        rents: dollars a second of all paid GPUs, by pool.
+        rents: dollars a second of all paid GPUs by pool, and of `SANDBOXES`.
         egress: dollars for traffic over links in all steps.
         seconds: seconds of the run.
     """
     billing, pools = cluster.billing, cluster.pools
     rented = rented_time(billing, seconds)
     return Bill(
-        {name: rent * billed_time(pools[name], rented) for name, rent in rents.items()},
+        {name: rent * _billed(pools.get(name), rented) for name, rent in rents.items()},
         egress * (1 + billing.failed_share),
         storage_dollars(billing, rented),
     )
@@ -102,7 +109,7 @@ def billing_ratios(
     rented = rented_time(billing, seconds)
     billed = egress * (1 + billing.failed_share) + storage_dollars(billing, rented)
     for name, rent in rents.items():
-        billed = billed + rent * billed_time(cluster.pools[name], rented)
+        billed = billed + rent * _billed(cluster.pools.get(name), rented)
     plain = sum(rents.values()) * seconds + egress
     ratios: Floats = np.where(plain > 0, billed / np.where(plain > 0, plain, 1.0), 1.0)
     return ratios

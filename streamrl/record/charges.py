@@ -1,4 +1,4 @@
-"""Compute what a run is charged for: GPUs by pool, the replicas that were up, and egress between pools."""
+"""Compute what a run is charged for: GPUs by pool, sandboxes, the replicas that were up, and egress between pools."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
+from streamrl.record.billing import SANDBOXES
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.gpu_pools import Side, find_link, sides_of
 from streamrl.runfile.roles_config import RolloutConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -95,6 +97,8 @@ class PaidGpus:
 
     pools: Mapping[str, PoolConfig]
     sides: Sequence[PaidSide]
+    sandboxes: float = 0.0
+    """Dollars per second of all sandboxes of the run's episodes."""
 
     @classmethod
     def of(cls, run: Run, num_replicas: float | None = None) -> PaidGpus:
@@ -110,7 +114,7 @@ class PaidGpus:
             is_resized = side.kind == "rollout" and not side.of_kind
             added = more * run.rollout.gpus_per_replica if is_resized else 0.0
             sides.append(PaidSide(side, side.num_gpus + added))
-        return cls(run.cluster.pools, sides)
+        return cls(run.cluster.pools, sides, sandbox_rent(run.environment))
 
     @property
     def used(self) -> dict[str, float]:
@@ -131,17 +135,25 @@ class PaidGpus:
 
     @property
     def rents(self) -> dict[str, float]:
-        """Return the dollars per second of the paid GPUs of each pool."""
-        return {
+        """Return the dollars per second of the paid GPUs of each pool, and of sandboxes if they cost anything."""
+        gpus = {
             name: num_gpus * price_of(self.pools[name]) / SECONDS_PER_HOUR
             for name, num_gpus in self.by_pool.items()
         }
+        return gpus | ({SANDBOXES: self.sandboxes} if self.sandboxes else {})
 
     @property
     def dollars_per_second(self) -> float:
-        """Return the dollars per second of all paid GPUs."""
+        """Return the dollars per second of all paid GPUs and sandboxes."""
         prices = (num_gpus * price_of(self.pools[name]) for name, num_gpus in self.by_pool.items())
-        return sum(prices) / SECONDS_PER_HOUR
+        return sum(prices) / SECONDS_PER_HOUR + self.sandboxes
+
+
+def sandbox_rent(config: EnvironmentConfig | None) -> float:
+    """Return the dollars per second of all sandboxes that a run rents."""
+    if config is None or config.sandboxes is None:
+        return 0.0
+    return config.sandboxes * config.sandbox_price / SECONDS_PER_HOUR
 
 
 def egress_dollars(

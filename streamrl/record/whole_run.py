@@ -27,6 +27,7 @@ from streamrl.record.assumed import Assumed, assumed_of, assumed_of_model
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.record.band import Band, ModelError, band_of
 from streamrl.record.billing import (
+    SANDBOXES,
     Bill,
     Seconds,
     adds_nothing,
@@ -40,6 +41,7 @@ from streamrl.record.charges import PaidGpus, PaidSide
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
@@ -131,6 +133,15 @@ class PoolTotal(msgspec.Struct, frozen=True, kw_only=True):
     """Energy of the GPUs alone; None if there is no power data."""
 
 
+class SandboxTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """The CPU sandboxes of the whole run."""
+
+    sandboxes: int
+    hours: float
+    """Sandbox-hours that are billed."""
+    dollars: float
+
+
 class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     """The time and cost of all training steps."""
 
@@ -148,6 +159,8 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     gpu_hours: float
     pools: dict[str, PoolTotal]
     """Totals of each paid pool, by name."""
+    sandboxes: SandboxTotal | None = None
+    """Sandboxes of episodes; None if their number is not limited, or without an environment."""
     egress: float
     """Dollars for the weights that cross links."""
     storage: float = 0.0
@@ -329,6 +342,7 @@ def make_whole_run(
         dollars_band=Band(low=bill(band.low).total, high=bill(band.high).total),
         gpu_hours=sum(pool.gpu_hours for pool in pools.values()),
         pools=pools,
+        sandboxes=_sandbox_total(run.environment, billed, time.rented),
         egress=billed.egress,
         storage=billed.storage,
         setup_time=float(billing.setup_time),
@@ -342,6 +356,18 @@ def make_whole_run(
         rollouts=round(time.steps * speed.step_time * speed.samples_per_second),
         kwh=sum(known) if len(known) == len(pools) else None,
         unknown_power=energy.unknown,
+    )
+
+
+def _sandbox_total(
+    config: EnvironmentConfig | None, bill: Bill, rented: float
+) -> SandboxTotal | None:
+    if config is None or config.sandboxes is None:
+        return None
+    return SandboxTotal(
+        sandboxes=config.sandboxes,
+        hours=config.sandboxes * rented / SECONDS_PER_HOUR,
+        dollars=bill.pools.get(SANDBOXES, 0.0),
     )
 
 

@@ -12,7 +12,7 @@ from streamrl.hardware.tiers import datasheet_share
 from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.band import ModelError, ends_of
-from streamrl.record.billing import BILLING_KEYS
+from streamrl.record.billing import BILLING_KEYS, SANDBOXES
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import MOST_UNMEASURED
@@ -73,6 +73,11 @@ def facts(whole: WholeRun) -> Iterator[tuple[str, str, str]]:
     """Yield further facts: a name, a figure and a note."""
     for name, pool in whole.pools.items():
         yield f"  {name}", f"${pool.dollars:,.2f}" if pool.dollars else "free", _pool_text(pool)
+    if (rented := whole.sandboxes) is not None:
+        price = "environment.sandbox_price is 0, so they are not counted"
+        figure = f"${rented.dollars:,.2f}" if rented.dollars else "free"
+        note = f"{rented.sandboxes:,} for {rented.hours:,.4g} sandbox-hours"
+        yield f"  {SANDBOXES}", figure, note if rented.dollars else f"{note}; {price}"
     if whole.egress:
         yield "  links", f"${whole.egress:,.2f}", "for weights that cross them"
     if whole.storage:

@@ -32,6 +32,10 @@ def check_environment(
             read_distribution(f"environment.{name}", text, is_time=name in TIMED)
     _check_context(config, workload)
     _check_implementation(config)
+    if config.sandbox_price and config.sandboxes is None:
+        key = "environment.sandbox_price"
+        text = f"{key} {config.sandbox_price:g} needs the number of sandboxes that are paid for: set environment.sandboxes"
+        raise RunError(key, config.sandbox_price, text=text, others=("environment.sandboxes",))
     for key, value, instead in _of_one_turn(policies):
         if value != instead:
             text = f"{key} {value!r} {ONE_TURN}; remove it or the section [environment]"

@@ -26,7 +26,11 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """Maximum tokens of an episode: prompt, generated tokens and observations. An episode ends there.
     """
     sandboxes: int | None = None
-    """Maximum environments at once. Absent: one for each episode that is in flight."""
+    """Maximum environments at once. Absent: one for each episode that is in flight. `streamrl plan`
+    rents at most this number.
+    """
+    sandbox_price: float = 0.0
+    """Dollars per hour of one sandbox. All `sandboxes` are paid for as long as the GPUs."""
     max_episodes: int | None = None
     """Maximum episodes in flight: those whose environment was started and that have not ended.
     Absent: no limit.
@@ -77,6 +81,8 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """Simulated: tokens of an observation, such as "mean 1900, p95 6000"."""
     action_time: str | None = None
     """Simulated: time of an action, such as "median 5.2 s, p99 81 s"."""
+    action_time_factor: float = 1.0
+    """Simulated: factor on the time of each action, also of recorded episodes."""
     start_time: str | None = None
     """Simulated: time to start an environment, such as "4 s"."""
     warm_start_time: Duration = Duration(0.0)

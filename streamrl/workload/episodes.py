@@ -57,6 +57,12 @@ class Episode(msgspec.Struct, frozen=True, gc=False):
         """Turns of the policy."""
         return len(self.ends)
 
+    def with_times(self, factor: float) -> Episode:
+        """Return the episode with other times of its actions."""
+        times = tuple(factor * time for time in self.action_times)
+        changed: Episode = msgspec.structs.replace(self, action_times=times)
+        return changed
+
     @property
     def tokens(self) -> int:
         """Generated tokens and tokens of observations."""

@@ -321,12 +321,14 @@ class SimulatedWorkload:
     ) -> tuple[Episode, ...]:
         """Return the episodes of a group, which is in a block at `offset`."""
         assert self._environment is not None, "only episodes have turns"
-        prompt = draw.drawn.prompt_tokens
+        prompt, factor = draw.drawn.prompt_tokens, self._environment.action_time_factor
         if isinstance(self._source, RecordedEpisodes):
             room = self._environment.max_context - prompt
-            return self._source.episodes(block.turns[offset], room)
-        assert self._turns is not None, "episodes are split or recorded"
-        return self._turns.episodes(group, draw.lengths, block.turns[offset], prompt)
+            found = self._source.episodes(block.turns[offset], room)
+        else:
+            assert self._turns is not None, "episodes are split or recorded"
+            found = self._turns.episodes(group, draw.lengths, block.turns[offset], prompt)
+        return found if factor == 1.0 else tuple(each.with_times(factor) for each in found)
 
     def _sample(self, block: int) -> _Block:
         """Draw a block of groups."""
