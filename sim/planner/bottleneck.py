@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from streamrl.hardware.resolved import resolve
-from streamrl.record.steady_state import Speed
+from streamrl.record.metrics import Metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import format_duration, listing
 from streamrl.runfile.roles_config import TrainerConfig, VerifierConfig
+from streamrl.sim.planner.episode_worth import episode_binding
 from streamrl.sim.planner.estimates import Estimates
 from streamrl.sim.planner.layouts import Replicas
-from streamrl.sim.planner.plan import Binding
+from streamrl.sim.planner.plan import Binding, Worth
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
@@ -120,8 +121,9 @@ SAVES = 0.01
 def find_binding(
     estimates: Estimates,
     index: int,
-    speed: Speed,
+    speed: Metrics,
     gains: Mapping[RelaxedLimit, float] | None = None,
+    worths: Sequence[Worth] = (),
 ) -> Binding:
     """Return the stage and the resource that limit the step time of a simulated plan.
 
@@ -131,6 +133,7 @@ def find_binding(
         speed: the simulated speed of the plan.
         gains: the share of a step that each relaxed limit saves. Without them, the longest stage
             binds, and the limit on its batches is the resource.
+        worths: simulated effects of the resources of episodes.
     """
     gains = gains or {}
     stages = estimates.estimate()
@@ -141,6 +144,8 @@ def find_binding(
     }
     if rewards := float(stages.rewards[index]):
         seconds["rewards"] = rewards
+    if worths:
+        return episode_binding(worths, speed, seconds)
     stage = max(seconds, key=lambda name: seconds[name])
     if stage in ("generation", "training") and "generation" in gains and "training" in gains:
         stage = "generation" if gains["generation"] >= gains["training"] else "training"

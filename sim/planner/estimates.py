@@ -48,7 +48,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.reward_model import reward_costs
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.planner.layouts import Degrees, Replicas
-from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.modes import EpisodeLimits, Mode
 from streamrl.sim.planner.objective import values_of
 from streamrl.sim.planner.reward_replicas import RewardReplicas, RewardTimes, reward_times
 from streamrl.sim.planner.space import Candidate, Space
@@ -61,6 +61,7 @@ from streamrl.sim.planner.stage_times import (
     least_times,
     train_times,
 )
+from streamrl.workload.replica_batch import rollouts_under_way
 
 Floats = NDArray[np.float64]
 PlanIndices = NDArray[np.intp]
@@ -150,6 +151,9 @@ class Asked(NamedTuple):
     replicas: int
     dispatch: str | None
     order: str | None
+    episodes: EpisodeLimits | None = None
+    under_way: int = 0
+    """Episodes that admission lets run at once; 0 without an environment."""
 
 
 class Passes(NamedTuple):
@@ -199,6 +203,7 @@ class Estimates:
         self.tokens = float(np.mean([work.outputs.sum() for work in trained_on]))
         """Output tokens that a step trains on."""
         self._overlaps = [_overlaps(system) for system in space.systems]
+        self._has_episodes = space.run.environment is not None
         self._times: dict[Asked, GenerationTime] = {}
         self._paces: dict[Paced, float] = {}
         self._alike: dict[Degree, list[int]] = defaultdict(list)
@@ -292,19 +297,25 @@ class Estimates:
             known = self._times.get(asked)
             if known is not None and len(known.seconds) >= num_batches:
                 continue
-            if not _never_drains(space.system(index)):
+            if self._has_episodes or not _never_drains(space.system(index)):
                 wanted.setdefault(asked, index)
         return wanted
 
     def _asked_for(self, replicas: int, mode: int) -> Asked:
         how = self.space.modes[mode]
-        return Asked(replicas, how.dispatch, how.order)
+        return Asked(replicas, how.dispatch, how.order, how.episodes, self._under_way(mode))
+
+    def _under_way(self, mode: int) -> int:
+        run = self.space.run
+        if not self._has_episodes:
+            return 0
+        return rollouts_under_way(self.space.modes[mode].apply(run).policies, run.algorithm)
 
     def _found(self, mode: int) -> Iterator[tuple[int, GenerationTime]]:
         """Yield the replicas whose generation was simulated with a mode's dispatch, and its time."""
-        how = self.space.modes[mode]
+        own = self._asked_for(0, mode)
         for asked, found in self._times.items():
-            if asked.dispatch == how.dispatch and asked.order == how.order:
+            if asked._replace(replicas=0) == own:
                 yield asked.replicas, found
 
     def _places_of(self, mode: int, replicas: int) -> Indices:
@@ -553,7 +564,7 @@ class Estimates:
         If steps overlap, each replica starts its next share when it ends the one before.
         """
         table, system = self._bounds_of(mode), self.space.systems[mode]
-        if _never_drains(system):
+        if _never_drains(system) and not self._has_episodes:
             return table
         seen: dict[Degree, list[tuple[int, float]]] = defaultdict(list)
         for replicas, found in self._found(mode):

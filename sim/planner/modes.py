@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import NamedTuple, TypeVar, get_args
 
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from streamrl.hardware.resolved import resolve
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, DISPATCH, DispatchName
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.frameworks import Framework, framework_of, keep_filled_in
 from streamrl.runfile.plan_config import PlanConfig
@@ -27,6 +29,7 @@ from streamrl.runfile.roles_config import NARROW, RolloutConfig
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.reward_replicas import RewardReplicas, find_reward_replicas
 from streamrl.targets.back_ends import for_target
+from streamrl.workload.replica_batch import rollouts_under_way
 
 USUAL_SYSTEMS: tuple[SystemName, ...] = (
     *("colocated", "stream-sync", "one-step-async", "stream-async"),
@@ -41,6 +44,27 @@ are planned with the defaults.
 USUAL_DISPATCH: tuple[DispatchName, ...] = (DEFAULT_DISPATCH, "skewness-aware")
 
 
+SANDBOX_SHARES = (0.25, 0.375, 0.5, 0.75, 1.0)
+"""Shares of the offered sandboxes that are tried."""
+
+
+class EpisodeLimits(NamedTuple):
+    """How many episodes a plan lets run at once; None where it sets no limit."""
+
+    sandboxes: int | None
+    max_episodes: int | None
+
+    def change(self, config: EnvironmentConfig) -> EnvironmentConfig:
+        """Return an environment with these limits."""
+        changed: EnvironmentConfig = replace(config, **self._asdict())
+        return changed
+
+    @property
+    def most(self) -> float:
+        """Episodes that may run at once."""
+        return min((each for each in self if each is not None), default=inf)
+
+
 class Mode(NamedTuple):
     """Choices of a plan beside its replicas and its trainer."""
 
@@ -51,6 +75,8 @@ class Mode(NamedTuple):
     sync_mode: SyncMode
     rewards: RewardReplicas | None = None
     """The GPUs that compute rewards; None if no GPU does."""
+    episodes: EpisodeLimits | None = None
+    """Limits of episodes; None without an environment."""
 
     def apply(self, run: Run) -> Run:
         """Return the run in this mode.
@@ -74,6 +100,8 @@ class Mode(NamedTuple):
         if self.rewards is not None:
             verifier = self.rewards.change(verifier)
         changed = replace(run, policies=policies, sync=sync, verifier=verifier)
+        if self.episodes is not None and run.environment is not None:
+            changed = replace(changed, environment=self.episodes.change(run.environment))
         return keep_filled_in(run, changed)
 
 
@@ -114,18 +142,41 @@ def find_modes(run: Run) -> list[Mode]:
         )
     ]
     modes = (
-        Mode(system, staleness, dispatch, order, sync, rewards)
+        Mode(system, staleness, dispatch, order, sync, rewards, episodes)
         for system in choices.systems
         for staleness in _bounds(run.plan, run.policies, system)
         for dispatch in choices.dispatch
         for order in choices.order
         for sync in choices.sync_modes
         for rewards in all_rewards or [None]
+        for episodes in _episode_limits(
+            run.environment,
+            run.plan,
+            rollouts_under_way(
+                replace(run.policies, system=system, max_staleness=staleness), run.algorithm
+            ),
+        )
     )
     return [
         mode
         for mode in modes
         if mode.system != "colocated" or _is_colocatable(mode.apply(run).sync)
+    ]
+
+
+def _episode_limits(
+    config: EnvironmentConfig | None, plan: PlanConfig, most: int
+) -> list[EpisodeLimits | None]:
+    """Return the limits of episodes to try, if at most so many are in flight. More sandboxes are of no use."""
+    if config is None:
+        return [None]
+    offered = min(config.sandboxes or most, most)
+    shares = sorted({max(1, round(share * offered)) for share in SANDBOX_SHARES})
+    in_flight: Sequence[int | None] = plan.max_episodes or [config.max_episodes]
+    return [
+        EpisodeLimits(sandboxes, episodes)
+        for sandboxes in plan.sandboxes or shares
+        for episodes in in_flight
     ]
 
 

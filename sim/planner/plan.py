@@ -180,6 +180,29 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+Resource: TypeAlias = Literal["sandboxes", "replica", "tools", "training"]
+
+
+class Worth(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated effect of more of one resource on a plan with episodes."""
+
+    resource: Resource
+    what: str
+    """The change, such as "48 more sandboxes"."""
+    units: float
+    """Units that are added; 0 for a speed."""
+    step_time_ratio: float
+    """Seconds of a step after the change, divided by those before."""
+    half_width: float | None
+    """Half the 95 % interval (sampling error) of the logarithm of the ratio; None if too few steps count."""
+    cost_ratio: float
+    """Dollars of a step after the change, divided by those before. It includes the price of the units."""
+    gain: float
+    """Share of a step that is saved, divided by the relative change of the resource."""
+    break_even: float | None
+    """Dollars an hour at which one unit leaves the cost of a step unchanged; None for a speed."""
+
+
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was simulated on the same prompts but not chosen.
 
@@ -483,6 +506,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     infeasible: dict[str, int]
     """Number of sides, or pairs of sides, that each reason ruled out."""
     binding: Binding
+    worths: list[Worth] = []
+    """The effects of more sandboxes, one more replica, faster tools and faster training on the chosen
+    plan. Empty without an environment.
+    """
     lower_bound: float
     """Lowest objective that the bound of any plan allows. It is at most the value of the chosen plan. Bounds are of
     the prompts of the search.
@@ -691,6 +718,10 @@ def plan_text(
     mode = [str(settings["policies.system"])]
     if dispatch := settings.get("policies.dispatch"):
         mode.append(str(dispatch))
+    if sandboxes := settings.get("environment.sandboxes"):
+        mode.append(f"{sandboxes} sandboxes")
+    if in_flight := settings.get("environment.max_episodes"):
+        mode.append(f"{in_flight} episodes in flight")
     if drafted := settings.get("rollout.speculative.tokens"):
         mode.append(f"{drafted} drafted")
     if settings["sync.mode"] != "full":

@@ -7,11 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 from streamrl.runfile.section import Section
 from streamrl.sim.planner.layouts import Degrees, Replicas
-from streamrl.sim.planner.modes import Mode
+from streamrl.sim.planner.modes import EpisodeLimits, Mode
 from streamrl.sim.planner.plan import SHORT, PlannedSide, plan_text
 from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.space import Candidate
@@ -74,6 +75,7 @@ def settings_of(candidate: Candidate) -> dict[str, str | int | float | bool]:
         "policies.order": mode.order,
         "sync.mode": mode.sync_mode,
         **_verifier_keys(mode.rewards),
+        **_episode_keys(mode.episodes),
     }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -84,6 +86,12 @@ def _verifier_keys(rewards: RewardReplicas | None) -> dict[str, str | int]:
         if rewards is None
         else {f"verifier.{k}": value for k, value in rewards._asdict().items()}
     )
+
+
+def _episode_keys(episodes: EpisodeLimits | None) -> dict[str, int | None]:
+    if episodes is None:
+        return {}
+    return {f"environment.{key}": value for key, value in episodes._asdict().items()}
 
 
 def _drafts(drafted: int | None) -> dict[str, int | bool | None]:
@@ -105,9 +113,12 @@ def candidate_of(settings: Mapping[str, Any]) -> Candidate:
         replicas = Replicas(**own)
     assert replicas is not None
     rewards = _fields(settings, "verifier.", RewardReplicas)
+    has_episodes = any(key.startswith("environment.") for key in settings)
+    episodes = EpisodeLimits(**_fields(settings, "environment.", EpisodeLimits))
     mode = _fields(settings, "policies.", Mode) | {
         "sync_mode": settings["sync.mode"],
         "rewards": RewardReplicas(**rewards) if rewards["pool"] is not None else None,
+        "episodes": episodes if has_episodes else None,
     }
     return Candidate(replicas, Degrees(**_fields(settings, "trainer.", Degrees)), Mode(**mode))
 
@@ -137,6 +148,7 @@ def own_candidate(
     policies: PoliciesConfig,
     sync: SyncConfig,
     verifier: VerifierConfig,
+    environment: EnvironmentConfig | None,
 ) -> Candidate:
     """Return the plan that sections of a run file have as they are."""
     replicas: Replicas | None = None
@@ -148,6 +160,8 @@ def own_candidate(
         "sync_mode": sync.mode,
         "rewards": rewards if verifier.pool is not None else None,
     }
+    if environment is not None:
+        mode["episodes"] = EpisodeLimits(environment.sandboxes, environment.max_episodes)
     degrees = _values(trainer, Degrees) | {"kernels": None}  # those of the run
     return Candidate(replicas, Degrees(**degrees), Mode(**mode))
 

@@ -19,7 +19,6 @@ from streamrl.hardware.resolved import resolve
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
@@ -37,6 +36,7 @@ from streamrl.sim.planner.choice_after import (
     choices_after,
     with_choices,
 )
+from streamrl.sim.planner.episode_worth import find_worths
 from streamrl.sim.planner.first_answer import EstimatedPlan
 from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.layouts import rents_whole_nodes
@@ -59,6 +59,7 @@ from streamrl.sim.planner.plan import (
     PlannedFramework,
     PlanOption,
     WhatIf,
+    Worth,
 )
 from streamrl.sim.planner.plan_description import (
     PlanDescription,
@@ -117,7 +118,8 @@ def make_plan(
 ) -> Planned:
     """Choose a plan among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
-    Faults that the run file plans are left out of the search and of the plan's file.
+    Faults that the run file plans are left out of the search and of the plan's file. Replicas of two
+    kinds are not searched for episodes of several turns.
 
     Args:
         run: the run file.
@@ -133,15 +135,15 @@ def make_plan(
         RunError: the run file has several trainers, or a pool has no price.
     """
     _check_trainers(run.num_trainers)
-    _check_turns(run.environment)
     _check_prices(run.cluster.pools, run.plan.objective)
     started_at = time.perf_counter()
-    scope = keep_to_framework(replace(run, faults=()))
+    mixes = run.plan.mixes_replicas and run.environment is None
+    scope = keep_to_framework(replace(run, faults=(), plan=replace(run.plan, mixes_replicas=mixes)))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
     check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     with worker_pool() as pool:
         sections = run.rollout, run.trainer, run.policies, run.sync, run.verifier
-        own = own_candidate(*sections) if shows_own else None
+        own = own_candidate(*sections, run.environment) if shows_own else None
         planned = _plan(scope, search, pool, _Progress(watch), started_at, own, first)
     return planned._replace(plan=replace(planned.plan, offer=digest_of(run)))
 
@@ -150,12 +152,6 @@ def _check_trainers(num_trainers: int) -> None:
     if num_trainers > 1:
         text = f"plan chooses for one trainer, the run file has {num_trainers}"
         raise RunError(TRAINER, num_trainers, text=text)
-
-
-def _check_turns(environment: EnvironmentConfig | None) -> None:
-    if environment is not None:
-        text = "plan chooses for episodes of one turn; compare layouts of [environment] with simulate --sweep"
-        raise RunError("environment", None, text=text)
 
 
 def _check_prices(pools: Mapping[str, PoolConfig], objective: ObjectiveName) -> None:
@@ -246,7 +242,8 @@ def _plan(
         options=table,
         left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
-        binding=find_binding(search.estimates, chosen, metrics, near.gains),
+        binding=find_binding(search.estimates, chosen, metrics, near.gains, near.worths),
+        worths=list(near.worths),
         lower_bound=min(value, float(bounds.min())),
         gap=max(0.0, value / float(bounds.min()) - 1),
         own_bound=min(value, float(bounds[chosen])),
@@ -297,6 +294,8 @@ class _Near(NamedTuple):
     """A plan on parts of a node, or why there is none; None if parts are not searched for."""
     what_if: WhatIf | None
     """The grid of the report page."""
+    worths: Sequence[Worth] = ()
+    """Effects of more of each resource of episodes."""
 
 
 def _look_near(
@@ -307,7 +306,12 @@ def _look_near(
     pool: Executor,
     watch: Callable[[], None],
 ) -> _Near:
-    """Look at plans near the chosen one: four tasks in threads, because each mostly waits for simulations."""
+    """Look at plans near the chosen one: four tasks in threads, because each mostly waits for simulations.
+
+    Of a plan with episodes, only the effects of their resources are simulated.
+    """
+    if search.space.run.environment is not None:
+        return _Near({}, None, None, None, find_worths(search, chosen, pool, watch))
     rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
     threads = ThreadPoolExecutor()
     try:

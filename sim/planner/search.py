@@ -70,9 +70,10 @@ NEAR, NEARER = 1.1, 1.05
 The first is larger: plans with only a lower bound look good, and one batch may be 5 % longer than
 another.
 """
-MARGIN = 0.01
+MARGIN, OF_EPISODES = 0.01, 0.05
 """The search ends when no plan without a simulation may be better than the best by more than this
-share. Its lower estimate decides.
+share. Its lower estimate decides. The second value is for episodes of several turns, whose
+simulations take longer and whose estimates have a larger error.
 """
 ALIKE = 0.02
 """Plans within this share of the objective cost about the same, and the simplest is chosen."""
@@ -135,6 +136,11 @@ class Search(Scores):
         space = self.space.only([candidate])
         estimates = Estimates(space, counted_batches(self.base))
         return Search(space=space, estimates=estimates, base=self.base, deadline=self.deadline)
+
+    @property
+    def margin(self) -> float:
+        """Share by which a plan without a simulation must seem better to be simulated."""
+        return MARGIN if self.space.run.environment is None else OF_EPISODES
 
     @property
     def is_late(self) -> bool:
@@ -240,7 +246,7 @@ class Search(Scores):
         first, ranking = len(self.space), self.ranking()
         if not ranking or not self.mix():
             return []
-        limit = (1 - MARGIN) * self.value(ranking[0])
+        limit = (1 - self.margin) * self.value(ranking[0])
 
         def pick(order: list[int], scores: Floats) -> list[int]:
             new = (index for index in order if index >= first and scores[index] < limit)
@@ -378,14 +384,16 @@ class Search(Scores):
         """
         ranking = self.ranking()
         if self.goal.objective == "pareto":
-            return self._spread([i for i in self.unlike(order, scores) if scores[i] <= 1 + MARGIN])
+            return self._spread(
+                [i for i in self.unlike(order, scores) if scores[i] <= 1 + self.margin]
+            )
         if not ranking:
             over = self.excess_of(self._least_steps(self.estimates.estimate()))
             kept = [i for i in order if over[i] <= 1]
             return list(self.unlike(kept, scores))[:ROUND]
         best = ranking[0]
         worth = self._worth(scores, best)
-        limit = (1 - MARGIN) * self.value(best)
+        limit = (1 - self.margin) * self.value(best)
         wanted = sorted((i for i in order if worth[i] < limit), key=lambda i: worth[i])
         return list(self.unlike(wanted, scores))[:ROUND]
 
@@ -400,7 +408,7 @@ class Search(Scores):
         steps = self.estimates.estimate().step
         other = self._dollars(steps) if self.goal.objective == "step-time" else steps
         worth = scores.copy()
-        worth[other < (1 - ALIKE) * other[best]] *= (1 - MARGIN) / (1 + ALIKE)
+        worth[other < (1 - ALIKE) * other[best]] *= (1 - self.margin) / (1 + ALIKE)
         return worth
 
     def in_order(self) -> list[int]:
@@ -418,7 +426,7 @@ class Search(Scores):
             least[shape] = min(least.get(shape, np.inf), scores[index])
         for index in order:
             shape = self._shape(index)
-            if scores[index] < (1 - MARGIN) * least.get(shape, np.inf):
+            if scores[index] < (1 - self.margin) * least.get(shape, np.inf):
                 least[shape] = scores[index]
                 yield index
 

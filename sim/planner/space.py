@@ -29,9 +29,12 @@ from streamrl.hardware.resolved import (
     resolve,
 )
 from streamrl.hardware.side_memory import trainer_side
+from streamrl.record.billing import SANDBOXES
+from streamrl.record.charges import sandbox_rent
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.frameworks import keep_filled_in, load_framework, settings_of
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
 from streamrl.runfile.plan_config import PlanConfig, TargetName, framework_of_target
@@ -90,13 +93,14 @@ def plans_of(
     modes: Sequence[Mode],
     cut: Counter[str],
     rules: TargetRules | None = None,
+    environment: EnvironmentConfig | None = None,
 ) -> Plans:
     """Return every combination of both sides and a mode whose rent is within the hourly and daily budgets.
 
     Raises:
         ValueError: there are too many, or all exceed a budget.
     """
-    pairs = Pairs(cluster, replicas, trainers, plan)
+    pairs = Pairs(cluster, replicas, trainers, plan, environment)
     parts = []
     for index, mode in enumerate(modes):
         is_open = pairs.open_to(mode, cut)
@@ -125,8 +129,18 @@ class Pairs:
         replicas: Sequence[Replicas],
         trainers: Sequence[Degrees],
         plan: PlanConfig | None = None,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
-        """Compare all replicas with all trainers; `plan` decides whether they fill whole nodes together."""
+        """Compare all replicas with all trainers.
+
+        Args:
+            cluster: the offer.
+            replicas: all replicas.
+            trainers: all trainers.
+            plan: decides whether both sides fill whole nodes together.
+            environment: has the price of sandboxes.
+        """
+        self._environment = environment
         offer, links, names = cluster.pools, cluster.links, list(cluster.pools)
         self._names, self._room = names, np.array([pool.num_gpus for pool in offer.values()])
         self._generate = np.array([gpus_by_pool(each.kinds, names) for each in replicas])
@@ -179,7 +193,7 @@ class Pairs:
         generate, train = (self._generate @ self._rent)[first], (self._train @ self._rent)[second]
         rewards = np.array([self._rewards_of(mode) @ self._rent for mode in modes])[of_mode]
         rented = np.where(is_shared, np.maximum(generate, train), generate + train)
-        found: Floats = rented + rewards + self._owned
+        found: Floats = rented + rewards + self._owned + self._sandboxes_of(modes)[of_mode]
         return found
 
     def rents(
@@ -192,7 +206,16 @@ class Pairs:
         apart = generate + train
         gpus = np.where(is_shared[:, None], np.maximum(generate, train), apart) + rewards
         rents = gpus * self._rent + self._owned_rents
-        return {name: rents[:, place] for place, name in enumerate(self._names)}
+        found = {name: rents[:, place] for place, name in enumerate(self._names)}
+        sandboxes = self._sandboxes_of(modes)
+        return found | ({SANDBOXES: sandboxes[of_mode]} if sandboxes.any() else {})
+
+    def _sandboxes_of(self, modes: Sequence[Mode]) -> Floats:
+        """Return the price of the sandboxes of each mode in dollars a second."""
+        own = self._environment
+        limits = [None if own is None else mode.episodes for mode in modes]
+        rented = [own if each is None or own is None else each.change(own) for each in limits]
+        return np.array([sandbox_rent(each) for each in rented])
 
     def _rewards_of(self, mode: Mode) -> Indices:
         """Return the GPUs of each pool that compute rewards."""
@@ -374,12 +397,15 @@ class Space:
 
     def rents(self) -> dict[str, Floats]:
         """Return the price of each plan in dollars a second, by pool."""
-        pairs = Pairs(self.run.cluster, self.replicas, self.trainers)
+        pairs = Pairs(
+            self.run.cluster, self.replicas, self.trainers, environment=self.run.environment
+        )
         return pairs.rents(self.modes, self.of_replicas, self.of_trainer, self.of_mode)
 
     def priced(self, cluster: ClusterConfig) -> Space:
         """Return the same plans with the prices and links of another offer."""
-        pairs = Pairs(cluster, self.replicas, self.trainers)
+        own = self.run.environment
+        pairs = Pairs(cluster, self.replicas, self.trainers, environment=own)
         prices = pairs.prices(self.modes, self.of_replicas, self.of_trainer, self.of_mode)
         return replace_fields(self, run=replace(self.run, cluster=cluster), prices=prices)
 
@@ -435,7 +461,8 @@ class Space:
                 for each in _with_more_running(replicas, held, num_rollouts, wanted)
                 if wanted or holds_rollouts(each.place(replica, pools[each.pool]))
             ]
-        plans = plans_of(run.cluster, run.plan, replicas, trainers, modes, cut, rules)
+        offer, turns = (run.cluster, run.plan), run.environment
+        plans = plans_of(*offer, replicas, trainers, modes, cut, rules, turns)
         if not len(plans.of_mode):
             raise ValueError(f"no plan is left: {_why(cut)}{_way_out(run.plan.target)}")
         space = cls(
@@ -454,7 +481,8 @@ class Space:
         replicas, of_replicas = _numbered(candidate.replicas for candidate in candidates)
         trainers, of_trainer = _numbered(candidate.trainer for candidate in candidates)
         modes, of_mode = _numbered(candidate.mode for candidate in candidates)
-        pairs = Pairs(self.run.cluster, replicas, trainers)
+        own = self.run.environment
+        pairs = Pairs(self.run.cluster, replicas, trainers, environment=own)
         return Space(
             run=self.run,
             replicas=replicas,
@@ -511,6 +539,7 @@ class Space:
             [self.modes[each] for each in modes],
             Counter(),
             self.rules,
+            self.run.environment,
         )
         added = (
             plans.of_replicas + len(self.replicas),

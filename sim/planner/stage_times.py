@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GenerationTime:
-    """Simulated generation times of batches that follow each other."""
+    """Generation times of batches that follow each other: simulated, or by a closed form of episodes."""
 
     seconds: Floats
     """Seconds to the last rollout of each trained batch. If groups are rejected, replacements are
@@ -181,18 +181,22 @@ class DealtBatch(NamedTuple):
 
     prompts: Floats
     outputs: Floats
+    observed: Floats
+    """Tokens of observations; zero without an environment."""
 
     @classmethod
     def of(cls, batch: Sequence[Draw]) -> DealtBatch:
         """Return the prompt and output tokens of every rollout."""
         pairs = [(draw.drawn.prompt_tokens, n) for draw in batch for n in draw.lengths]
         array = np.array(pairs, dtype=float)
-        return cls(array[:, 0], array[:, 1])
+        episodes = [each for draw in batch for each in draw.episodes]
+        observed = [float(each.tokens - each.ends[-1]) for each in episodes]
+        return cls(array[:, 0], array[:, 1], np.array(observed or [0.0] * len(array)))
 
     @property
     def lengths(self) -> list[int]:
-        """Prompt and output tokens of each rollout."""
-        return [int(length) for length in self.prompts + self.outputs]
+        """Tokens of each rollout that a trainer reads: prompt, output and observations."""
+        return [int(length) for length in self.prompts + self.outputs + self.observed]
 
 
 class LeastTimes(NamedTuple):

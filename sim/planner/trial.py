@@ -35,6 +35,7 @@ from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.parallel import answers_in_time
+from streamrl.sim.planner.episode_times import times_of_episodes
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.stage_times import (
     DealtBatch,
@@ -134,6 +135,12 @@ SEARCH_STEPS = 8
 """Most steps by which a search compares plans. All plans have the same prompts and lengths, so
 their difference is more exact than the step time of each.
 """
+EPISODE_STEPS = START + 4
+"""Most steps of any comparison of plans with episodes. An episode has dozens of turns, so its
+simulation takes as long as that of dozens of rollouts.
+"""
+COUNTED = 8
+"""Batches from which the tokens of uncut episodes are known."""
 LEAST_COUNTED, ROLLOUTS = 2, 100_000
 """Fewest steps that count. More steps count until all of them have the second value of rollouts
 together.
@@ -181,6 +188,8 @@ def shortened(run: Run, seed: int, steps: int = SEARCH_STEPS) -> bytes:
     """
     enough = START + max(LEAST_COUNTED, ROLLOUTS // run.algorithm.rollouts_per_step)
     most = min(run.simulate.max_steps, steps, enough)
+    if run.environment is not None:
+        most = min(most, EPISODE_STEPS)
     return whole(replace(run, simulate=replace(run.simulate, max_steps=most)), seed)
 
 
@@ -199,9 +208,29 @@ def _if_finished(measure: Callable[[Trial], Figures], trial: Trial) -> Figures |
         found = measure(trial)
     except UnfinishedError as error:
         return Unfinished(str(error))
-    return Unfinished(str(UnfinishedError(found.unfinished))) if found.unfinished else found
+    if found.unfinished:
+        return Unfinished(str(UnfinishedError(found.unfinished)))
+    reason = _cut_too_much(trial, found)
+    return Unfinished(reason) if reason else found
 
 
+def _cut_too_much(trial: Trial, speed: Speed) -> str:
+    """Return that a plan cuts off too many episodes at their time limit; empty if it does not."""
+    run, _ = open_trial(trial.run)
+    if run.environment is None or run.environment.episode_time_limit is None:
+        return ""
+    batches = [DealtBatch.of(batch.trained) for batch in counted_batches(trial.run, COUNTED)]
+    whole = sum(float(batch.outputs.sum()) for batch in batches) / len(batches)
+    lost = 1 - speed.goodput * speed.step_time / whole
+    if lost <= run.plan.cut_off_share:
+        return ""
+    return (
+        f"episodes lose {lost:.0%} of their tokens at environment.episode_time_limit, "
+        f"plan.cut_off_share allows {run.plan.cut_off_share:.0%}"
+    )
+
+
+@lru_cache(maxsize=64)
 def _measure_short(trial: Trial) -> Speed:
     run, workload = _planned(trial)
     if trial.portions == 1:
@@ -269,12 +298,14 @@ def _planned(trial: Trial) -> tuple[Run, SimulatedWorkload]:
 
 
 def generation_of(trial: Trial) -> GenerationTime:
-    """Simulate only the generation of a plan, for one batch after the other."""
+    """Simulate only the generation of a plan, for one batch after the other; compute that of episodes."""
     base, _ = open_trial(trial.run)
     run = trial.candidate.apply(base)
     costs = Costs.load(run)
     run = fill_policies(run, costs)
     batches = _batches_of(trial.run, trial.batches)
+    if run.environment is not None:
+        return times_of_episodes(resolve(run), costs, batches)
     generate = partial(generate_batch, run, costs, most=MOST_REPLICAS)
     ends = [batch.generate(generate) for batch in batches]
     return summarize(

@@ -39,6 +39,7 @@ from streamrl.sim.planner.plan import (
     PlannedFramework,
     PlanOption,
     RunnerUp,
+    Worth,
     side_text,
 )
 
@@ -155,6 +156,9 @@ def rented_text(plan: Plan) -> str:
     used = plan.allocation.gpus_by_pool
     rented = _counts_text(plan, [pool for pool in used if pool not in plan.owned_pools])
     owned = _counts_text(plan, plan.owned_pools)
+    if sandboxes := plan.allocation.settings.get("environment.sandboxes"):
+        boxes = f"{sandboxes}{NBSP}CPU sandboxes"
+        rented = f"{rented} and {boxes}" if rented else boxes
     text = listing(
         [*([f"rent {rented}"] if rented else []), *([f"use your own {owned}"] if owned else [])]
     )
@@ -256,6 +260,7 @@ def why_lines(plan: Plan) -> Iterator[str]:
     yield f"chosen as {with_numbers(plan.why, plan.options)}"
     yield from first_plan_lines(plan)
     yield plan.binding.text.partition("; ")[0]
+    yield from map(worth_text, plan.worths)
     yield from _alterations(plan)
     if plan.tighter is not None:
         yield (
@@ -263,6 +268,19 @@ def why_lines(plan: Plan) -> Iterator[str]:
             f"whose trainer takes {plan.tighter.memory:.1%} of a GPU"
         )
     yield search_text(plan)
+
+
+def worth_text(worth: Worth) -> str:
+    """Return the simulated effect of more of one resource: "24 more sandboxes: a step takes 6.1 % less ± 2.0 %, ..."."""
+    saved = 1 - worth.step_time_ratio
+    effect = f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'}"
+    chance = f" (± {worth.half_width:.1%} by chance)" if worth.half_width is not None else ""
+    text = f"with {worth.what} a step takes {effect}{chance} and costs {worth.cost_ratio - 1:+.1%}"
+    if worth.break_even is None:
+        return text
+    most = max(0.0, worth.break_even)
+    what = "one sandbox" if worth.resource == "sandboxes" else "the replica"
+    return f"{text}; {what} pays for itself below ${most:.3g} an hour"
 
 
 def with_numbers(text: str, options: Sequence[PlanOption]) -> str:

@@ -486,6 +486,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     EnvironmentConfig: {
         "sandboxes": Bounds(1),
         "max_episodes": Bounds(1),
+        "sandbox_price": MONEY,
+        "action_time_factor": FACTOR,
         "warm": Bounds(0),
         "action_time_limit": POSITIVE,
         "memory_limit": POSITIVE,
@@ -541,6 +543,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "finalists": Bounds(1),
         "seeds": Bounds(1),
         "staleness_cost": Bounds(0),
+        "cut_off_share": SHARE,
         "tolerance": Bounds(0),
         "value_of_hour": Bounds(0),
     },

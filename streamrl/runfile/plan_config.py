@@ -117,8 +117,19 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     """The run's own where absent; where a ranker is named least-loaded and skewness-aware too."""
     order: list[OrderName] | None = None
     """The run's own where absent; where a ranker is named longest-first too."""
+    sandboxes: list[int] | None = None
+    """Numbers of sandboxes of episodes with an environment. Where absent, a quarter of
+    `environment.sandboxes` and up to all of them; without that key, up to one for each episode that
+    may be in flight.
+    """
+    max_episodes: list[int] | None = None
+    """Limits on the episodes in flight; the run's own where absent."""
     sync_modes: list[SyncMode] | None = None
     """The run's own where absent, and delta beside full: both bring replicas the same weights."""
+    cut_off_share: float = 0.1
+    """Maximum share of the tokens of episodes that a plan may lose, because they reach
+    `environment.episode_time_limit`. A plan that loses more is not chosen.
+    """
     staleness_cost: float = 0.0
     """Per cent more steps that a training needs for each version of mean staleness. It depends on
     your task. 0 assumes that a stale rollout teaches as much as a fresh one.

@@ -46,7 +46,7 @@ from streamrl.report.words import (
 )
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.gpu_pools import sides_of
-from streamrl.sim.planner.plan import Change, Plan
+from streamrl.sim.planner.plan import Change, Plan, Worth
 
 
 def whole_section(chosen: Option | None) -> Iterator[PageSection]:
@@ -282,6 +282,8 @@ def _add_tornado(section: PageSection, found: Sensitivity, name: str) -> None:
         section.text.append("Under each of these changes, the same rule chooses this plan again.")
     if found.plan is not None and found.changes:
         section.tables.append(_totals_table(found.plan))
+    if found.plan is not None and found.plan.worths:
+        section.tables.append(_worths_table(found.plan.worths))
     if found.left_out:
         section.notes.append(f"{found.left_out[:1].upper()}{found.left_out[1:]}.")
     if found.missing:
@@ -301,6 +303,28 @@ def _totals_table(plan: Plan) -> PageTable:
         rows = [cells("nothing changes", *as_planned, time_in_words(plan.whole_run.wall_time), "")]
     rows += [_total_row(plan, change, is_paid=is_paid) for change in _by_thing(plan.sensitivity)]
     return PageTable("", head, rows, numbers=range(1, len(head) - 1), is_cards=True)
+
+
+def _worths_table(worths: Sequence[Worth]) -> PageTable:
+    """Return the simulated effects of more of each resource of episodes."""
+    rows = [
+        cells(
+            each.what,
+            _effect_text(each.step_time_ratio),
+            "" if each.half_width is None else f"± {each.half_width:.1%}",
+            _effect_text(each.cost_ratio),
+            "" if each.break_even is None else f"${max(0.0, each.break_even):.3g}",
+        )
+        for each in worths
+    ]
+    head = (
+        "with",
+        "a step takes",
+        "by chance",
+        "a step costs",
+        "one pays for itself below, an hour",
+    )
+    return PageTable("", head, rows, numbers=range(1, len(head)), is_cards=True)
 
 
 def _by_thing(changes: Sequence[Change]) -> list[Change]:
