@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.roles_config import TrainerConfig
-from streamrl.sim.costs.training.micro_batches import distribute_rollouts, micro_batches
+from streamrl.sim.costs.training.micro_batches import (
+    distribute_rollouts,
+    fewest_micro_batches,
+    micro_batches,
+)
 from streamrl.sim.costs.training.pipeline import SerialSchedule
 from streamrl.sim.costs.training.training import TrainingCosts
 from tests.test_training_costs import train_run
@@ -102,6 +107,49 @@ def test_padded_rollouts_are_all_as_long_as_the_longest() -> None:
     assert [size for size, _ in micro_batches([100, 500, 2000], config)] == [1000, 2000]
     packed = trainer(micro_batch=4, max_tokens_per_pass=3000)
     assert micro_batches([1000, 500, 100], packed) == [(1600, (1000**2 + 500**2 + 100**2) / 2)]
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 4))
+def test_ranks_get_as_many_full_micro_batches_and_pipelines_get_equal_ones(
+    lengths: list[int], ranks: int, stages: int
+) -> None:
+    config = trainer(
+        data_parallel=ranks, pipeline_parallel=stages, micro_batch=10, max_tokens_per_pass=1000
+    )
+    by_rank = fewest_micro_batches(lengths, config)
+    sizes = [size for one in by_rank for size, _ in one]
+    assert len(by_rank) == ranks and max(sizes) <= 1000
+    assert sum(pairs for one in by_rank for _, pairs in one) == sum(n * n for n in lengths) / 2
+    if len(lengths) >= ranks + len(sizes):
+        assert len({len(one) for one in by_rank}) == 1
+    if stages > 1:
+        assert len(set(sizes)) == 1
+    else:
+        assert sum(sizes) == sum(lengths)
+
+
+def test_the_longest_come_first_each_where_it_fits_best() -> None:
+    one = trainer(micro_batch=3, max_tokens_per_pass=1000)
+    lengths = [300, 600, 500, 400, 100, 100]
+    assert [size for size, _ in fewest_micro_batches(lengths, one)[0]] == [1000, 900, 100]
+    assert [size for size, _ in fewest_micro_batches([100] * 4, one)[0]] == [300, 100]
+    two = trainer(data_parallel=2, micro_batch=9, max_tokens_per_pass=1000)
+    assert [[s for s, _ in rank] for rank in fewest_micro_batches([400, 300, 200], two)] == [
+        [700],
+        [200],
+    ]
+    assert fewest_micro_batches([], two) == [[], []]
+
+
+def test_nemo_rl_pads_the_micro_batches_of_a_pipeline_and_others_do_not() -> None:
+    def times(name: str, stages: int) -> float:
+        keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096}
+        run = train_run(pipeline_parallel=stages, tensor_parallel=8 // stages, **keys)
+        named = replace(run, framework=replace(run.framework, name=name))
+        return TrainingCosts.load(resolve(named)).train_time([4000, *[2200] * 15])
+
+    assert times("nemo-rl", 1) == pytest.approx(times("slime", 1), rel=0.02)
+    assert times("nemo-rl", 2) > 1.5 * times("slime", 2)
 
 
 def test_padding_takes_longer_where_lengths_differ_and_not_where_they_do_not() -> None:

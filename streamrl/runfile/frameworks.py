@@ -123,6 +123,10 @@ class Layout(_Table, frozen=True, kw_only=True):
     """Bytes a second of a GPU's weights on their way to host memory, when a reference model takes
     their place. None: the GPU's host link.
     """
+    fills_micro_batches: bool = False
+    """Whether packed rollouts of all ranks go into as few micro-batches as possible. Those of a
+    pipeline are padded to the largest.
+    """
 
     def unsupported(self, trainer: TrainerConfig) -> dict[str, int | str]:
         """Return the degrees above 1, the ZeRO stage and the offload target that it does not have, by key."""
@@ -262,6 +266,14 @@ def swap_bandwidth(name: FrameworkName | None, trainer: TrainerConfig) -> float 
     framework = framework_of(name)
     layout = None if framework is None else framework.layout_for(trainer)
     return None if layout is None else layout.swap_bandwidth
+
+
+def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> bool:
+    """Whether a framework packs a trainer's rollouts into as few micro-batches as possible."""
+    framework = framework_of(name)
+    layout = None if framework is None else framework.layout_for(trainer)
+    is_packed = trainer.packing == "packed"
+    return layout is not None and layout.fills_micro_batches and is_packed
 
 
 def returns_log_probs(name: FrameworkName | None, algorithm: AlgorithmConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 
@@ -64,6 +65,52 @@ def micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[MicroB
     if count:
         batches.append(_size(count, tokens, longest, squares, is_packed=is_packed))
     return batches
+
+
+def fewest_micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[list[MicroBatch]]:
+    """Pack the rollouts of all ranks into few micro-batches, and return those of each rank.
+
+    The longest rollouts come first, and each goes to the fullest micro-batch that has room for it
+    (best fit decreasing). All ranks get the same number of micro-batches, in turn. If there are too
+    few of them, those with the most rollouts give one away. Pipeline stages need micro-batches of
+    one size, so all are padded to the largest.
+    """
+    bins = _spread(_best_fit(lengths, trainer), trainer.data_parallel)
+    sizes = [(sum(one), sum(length * length for length in one) / 2) for one in bins]
+    if trainer.pipeline_parallel > 1 and sizes:
+        largest = max(tokens for tokens, _ in sizes)
+        sizes = [(largest, pairs) for _, pairs in sizes]
+    return [sizes[rank :: trainer.data_parallel] for rank in range(trainer.data_parallel)]
+
+
+def _best_fit(lengths: Sequence[int], trainer: TrainerConfig) -> list[list[int]]:
+    """Return the rollouts of each micro-batch."""
+    bins: list[list[int]] = []
+    open_bins: list[tuple[int, int]] = []  # tokens of room and place in `bins`, by room
+    for length in sorted(lengths, reverse=True):
+        at = bisect_left(open_bins, (length, 0))
+        if at < len(open_bins):
+            room, place = open_bins.pop(at)
+        else:
+            room, place = trainer.max_tokens_per_pass, len(bins)
+            bins.append([])
+        bins[place].append(length)
+        if len(bins[place]) < trainer.micro_batch:
+            insort(open_bins, (room - length, place))
+    return bins
+
+
+def _spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
+    """Split micro-batches of several rollouts until there are equally many for each rank, where possible."""
+    fullest = sorted((one for one in bins if len(one) > 1), key=len, reverse=True)
+    added = []
+    for _ in range(-len(bins) % ranks):
+        while fullest and len(fullest[0]) == 1:
+            del fullest[0]
+        if not fullest:
+            break
+        added.append([fullest[0].pop()])
+    return [*bins, *added]
 
 
 def _size(count: int, tokens: int, longest: int, squares: int, *, is_packed: bool) -> MicroBatch:

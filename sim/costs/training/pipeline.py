@@ -31,7 +31,12 @@ import numpy as np
 
 from streamrl.hardware.operator_tables import Floats
 from streamrl.runfile.roles_config import TrainerConfig
-from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
+from streamrl.sim.costs.training.micro_batches import (
+    MicroBatch,
+    distribute_rollouts,
+    fewest_micro_batches,
+    micro_batches,
+)
 from streamrl.sim.costs.training.stage_times import StageTimes
 
 Seconds = Sequence[Sequence[float]]
@@ -273,6 +278,7 @@ class PipelinedSchedule:
         mini_batch: float = inf,
         update_time: float = 0.0,
         transfer_time: float = 0.0,
+        fills_micro_batches: bool = False,
     ) -> None:
         """Create a schedule in which every rank is free.
 
@@ -286,11 +292,13 @@ class PipelinedSchedule:
             mini_batch: rollouts between two optimizer steps; the last step is a command of its own.
             update_time: seconds of the optimizer steps before the last.
             transfer_time: seconds in which the controller sends a rollout for a pass.
+            fills_micro_batches: whether rollouts of all ranks go into as few micro-batches as possible.
         """
         self._stages, self._trainer = stages, trainer
         self._scores, self._trains, self._share = scores, trains, share
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
         self._transfer_time = transfer_time
+        self._fills_micro_batches = fills_micro_batches
         self._num_trained = 0
         """Rollouts since the last optimizer step."""
         self._batch: list[int] = []
@@ -376,6 +384,8 @@ class PipelinedSchedule:
     def _micro_batches_by_rank(self, lengths: Sequence[int], now: float) -> list[list[MicroBatch]]:
         """Return the micro-batches of each data-parallel rank."""
         trainer = self._trainer
+        if self._fills_micro_batches:
+            return fewest_micro_batches(lengths, trainer)
         if self._goes_in_step:
             loads = [0.0] * trainer.data_parallel
         else:

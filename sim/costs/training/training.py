@@ -30,7 +30,7 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.frameworks import swap_bandwidth
+from streamrl.runfile.frameworks import fills_micro_batches, swap_bandwidth
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.training.layer import Layer
@@ -108,6 +108,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     """Times that a batch is trained on."""
     transfer_time: float
     """Seconds in which the controller sends a rollout, padded to the longest, for a pass."""
+    fills_micro_batches: bool
+    """Whether rollouts of all ranks go into as few micro-batches as possible."""
     provenance: Provenance
     trainer: TrainerConfig
 
@@ -139,6 +141,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             mini_batch=_mini_batch(run.framework.optimizer_steps, trainer.algorithm),
             epochs=run.framework.epochs,
             transfer_time=run.framework.transfer_time * trainer.longest_sequence,
+            fills_micro_batches=fills_micro_batches(run.framework.name, trainer.config),
             provenance=provenance,
             trainer=trainer.config,
         )
@@ -155,6 +158,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             mini_batch=self.mini_batch,
             update_time=self.optimizer_time,
             transfer_time=self.transfer_time,
+            fills_micro_batches=self.fills_micro_batches,
         )
 
     def _score_switches(self) -> list[float]:
