@@ -154,12 +154,14 @@ FITS = {
         name="TensorRT-LLM 1.0 to 1.3, PyTorch back end",
         versions=("1.0", "1.1", "1.2", "1.3"),
         terms=("step", "layer", "request"),
+        start=Overheads(spans_nodes=True),
         kernels={
             "gemm.fp8": "trtllm",
             "decode_attention.fp8": "trtllm",
             "all_reduce": "trtllm",
         },
-        note="throughput at full load in fp8 on H100 and H200",
+        note="throughput at full load in fp8 on H100 and H200; its own all-reduce works between nodes of an NVLink domain "
+        "(MNNVLAllReduce, tensorrt_llm/_torch/distributed/ops.py)",
     ),
     "tensorrt-llm-0.5": Fit(
         name="TensorRT-LLM 0.5.0 and 0.6.1",
@@ -423,6 +425,7 @@ def _lines(constants: Overheads) -> list[str]:
         "pads_experts": json.dumps(constants.pads_experts),
         "fuses_shared_experts": "true",
         "composes_latent": "true",
+        "spans_nodes": "true",
     }
     lines = [f"{term} = {text}" for term, text in written.items() if getattr(constants, term)]
     return lines + [f"slowdown = {constants.slowdown:.4g}"] * (constants.slowdown != 1)

@@ -42,7 +42,7 @@ PUBLISHED = {
     256: (194e-6, 360e-6),
 }
 """Seconds of dispatch in fp8 and of combine, by GPUs, of 128 tokens each (deepseek-ai/DeepEP 0297fc8, docs/legacy.md)."""
-H800 = Interconnect(domain=8, nvlink=200e9, network=50e9, latency=5e-6, source="a test")
+H800 = Interconnect(domain=8, nvlink=200e9, network=50e9, latency=5e-6, source="a test", node=8)
 
 
 def plan(pool: dict[str, Any] | None = None, **rollout: Any) -> Run:

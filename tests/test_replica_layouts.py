@@ -22,8 +22,9 @@ from streamrl.sim.costs.cache_transfer import CacheTransfer
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.curves import DecodeCurve, compose_decode
 from streamrl.sim.costs.inference import Shard
-from streamrl.sim.costs.interconnect import Interconnect
+from streamrl.sim.costs.interconnect import TREES, Interconnect
 from streamrl.sim.costs.kernels import Kernels
+from streamrl.sim.costs.overheads import load_engine
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.weight_sync import SyncSide
@@ -119,15 +120,49 @@ def shard(tensor: int, stages: int = 1, pool: PoolConfig | None = None) -> Shard
     return Shard(LLAMA, kernels, tensor, pipeline_parallel=stages, wires=wires)
 
 
-def test_ranks_of_two_nodes_reduce_in_each_and_their_shares_between() -> None:
-    tokens = np.array([4096.0])
-    num_bytes = tokens * LLAMA.hidden_size * 2
-    kernels, network = Kernels("h100", "bfloat16"), 0.97 * H100.network
-    within = kernels.time("all_reduce", num_bytes, gpus=8).seconds
-    both = shard(16)._all_reduce(tokens).seconds
-    between = num_bytes / 8 / network + 2 * 5e-6
-    assert both == pytest.approx(within + between)
-    assert shard(8)._all_reduce(tokens).seconds == pytest.approx(within)
+@pytest.mark.parametrize(
+    ("tensor", "tokens", "protocol", "reached"),
+    [(16, 1.0, 0, 0.7), (16, 4096.0, 1, 0.9), (32, 64.0, 1, 0.6)],
+)
+def test_ranks_of_several_nodes_reduce_in_the_faster_tree_of_nccl(
+    tensor: int, tokens: float, protocol: int, reached: float
+) -> None:
+    num_bytes, rate = tokens * LLAMA.hidden_size * 2, 0.97 * H100.network * 8 / 2
+    base, near, far, share, _ = TREES[protocol]
+    hops = 2 * (7 * near + {16: 1, 32: 2}[tensor] * far)
+    seconds = base + hops + num_bytes / (rate * share * reached)
+    found = shard(tensor)._all_reduce(np.array([tokens]))
+    assert found.seconds == pytest.approx(seconds)
+    assert found.unmeasured == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("num_bytes", [65536.0, 1048576.0])
+def test_the_trees_agree_with_a_measured_node(num_bytes: float) -> None:
+    """With one domain there is no hop between nodes, and NVLink carries the bytes."""
+    wires = Interconnect(
+        domain=8, node=8, nvlink=H100.nvlink, network=H100.nvlink / 8, latency=0.0, source="a test"
+    )
+    table = Kernels("h100", "bfloat16").of_engine({"all_reduce": "nccl"})
+    measured = table.time("all_reduce", np.array([num_bytes]), gpus=8).seconds
+    assert wires.reduced(np.array([num_bytes]), 1).seconds == pytest.approx(measured, rel=0.27)
+
+
+def test_ranks_on_several_nodes_of_one_domain_use_nccl_where_the_engine_has_no_other() -> None:
+    wires = Interconnect.of(PoolConfig(gpu="gb200", nodes=4, gpus_per_node=4, nvlink_domain=16))
+    kernels, tokens = Kernels("gb200", "bfloat16"), np.array([64.0])
+    bytes_ = tokens * LLAMA.hidden_size * 2
+
+    def seconds(engine: str, tensor: int) -> float:
+        one = Shard(LLAMA, kernels, tensor, engine=load_engine(engine), wires=wires)
+        return float(one._all_reduce(tokens).seconds[0])
+
+    def table(backend: str, gpus: int) -> float:
+        own = kernels.of_engine({"all_reduce": backend})
+        return float(own.time("all_reduce", bytes_, gpus=gpus).seconds[0])
+
+    assert seconds("vllm-0.11", 4) == table("vllm", 4)
+    assert seconds("vllm-0.11", 8) == table("nccl", 8)
+    assert seconds("tensorrt-llm-1.0", 8) == table("trtllm", 8)
 
 
 def test_tensor_ranks_between_nodes_make_a_step_slower_than_an_nvlink_domain_does() -> None:

@@ -214,19 +214,21 @@ class Shard:
         )
 
     def _all_reduce(self, tokens: Floats) -> Estimate:
-        """Return the seconds of the all-reduce over tensor ranks, within and between NVLink domains."""
-        kernels = self.kernels
-        num_bytes = tokens * self.model.hidden_size * self._width
-        near = min(self.tensor_parallel, self.wires.domain if self.wires else self.tensor_parallel)
-        within = kernels.time("all_reduce", num_bytes, gpus=near)
-        if self.wires is None or near == self.tensor_parallel:
-            return within
-        return within + self.wires.reduced_between(num_bytes / near, self.tensor_parallel // near)
+        """Return the seconds of the all-reduce over tensor ranks."""
+        return self._reduced(tokens * self.model.hidden_size * self._width)
 
     def _norms_reduced(self, tokens: Floats) -> Estimate:
         """Return the seconds to all-reduce a token's sums of squared queries and keys, in 4 bytes each."""
-        near = min(self.tensor_parallel, self.wires.domain if self.wires else self.tensor_parallel)
-        return self.kernels.time("all_reduce", tokens * NORM_SUMS_BYTES, gpus=near)
+        return self._reduced(tokens * NORM_SUMS_BYTES)
+
+    def _reduced(self, num_bytes: Floats) -> Estimate:
+        """Return the seconds to all-reduce bytes in a node, between nodes of an NVLink domain, or between domains."""
+        ranks, wires, kernels = self.tensor_parallel, self.wires, self.kernels
+        if wires is not None and ranks > wires.domain:
+            return wires.reduced(num_bytes, ranks // wires.domain)
+        if wires is not None and ranks > wires.node and not self.engine.constants.spans_nodes:
+            kernels = kernels.of_engine({"all_reduce": "nccl"})
+        return kernels.time("all_reduce", num_bytes, gpus=ranks)
 
     def _linear(
         self,

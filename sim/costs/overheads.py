@@ -61,6 +61,8 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     GPUs slice them.
     """
 
+    spans_nodes: bool = False
+    """Whether its own all-reduce works between the nodes of one NVLink domain. NCCL's is used otherwise."""
     composes_latent: bool = False
     """Whether the products around latent attention are single products of the engine, and not the
     whole module that was measured with TensorRT-LLM.
