@@ -50,6 +50,18 @@ SOURCES = (
         "Sky-T1-math-correct-5K-32B-short-ckpts",
         "math500",
     ),
+    Source(
+        "skythought_math_prompts_lengths.csv.gz",
+        "qwen-14b-math",
+        "Qwen2.5-14B-Instruct on five sets of mathematics, 1,487 outputs: NovaSky-AI/SkyThought (Apache-2.0)",
+        "Qwen__Qwen2.5-14B-Instruct",
+    ),
+    Source(
+        "skythought_math_prompts_lengths.csv.gz",
+        "gemma-27b-math",
+        "Gemma-2-27B-it on five sets of mathematics, 1,487 outputs: NovaSky-AI/SkyThought (Apache-2.0)",
+        "google__gemma-2-27b-it",
+    ),
 )
 
 
