@@ -141,15 +141,18 @@ def test_the_longest_come_first_each_where_it_fits_best() -> None:
     assert fewest_micro_batches([], two) == [[], []]
 
 
-def test_nemo_rl_pads_the_micro_batches_of_a_pipeline_and_others_do_not() -> None:
-    def times(name: str, stages: int) -> float:
-        keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096}
-        run = train_run(pipeline_parallel=stages, tensor_parallel=8 // stages, **keys)
-        named = replace(run, framework=replace(run.framework, name=name))
-        return TrainingCosts.load(resolve(named)).train_time([4000, *[2200] * 15])
+def times(name: str, stages: int) -> float:
+    """Return the seconds of passes with a framework, most of whose micro-batches are half full."""
+    keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096}
+    run = train_run(pipeline_parallel=stages, tensor_parallel=8 // stages, **keys)
+    named = replace(run, framework=replace(run.framework, name=name))
+    return TrainingCosts.load(resolve(named)).train_time([4000, *[2200] * 15])
 
-    assert times("nemo-rl", 1) == pytest.approx(times("slime", 1), rel=0.02)
-    assert times("nemo-rl", 2) > 1.5 * times("slime", 2)
+
+def test_nemo_rl_pads_the_micro_batches_of_a_pipeline_and_others_do_not() -> None:
+    """Its passes take 1.2 times as long as those of pretraining besides (NVIDIA-NeMo/RL issue 2129)."""
+    assert times("nemo-rl", 1) == pytest.approx(1.2 * times("slime", 1), rel=0.02)
+    assert times("nemo-rl", 2) > 1.5 * 1.2 * times("slime", 2)
 
 
 def test_padding_takes_longer_where_lengths_differ_and_not_where_they_do_not() -> None:

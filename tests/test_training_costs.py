@@ -278,6 +278,16 @@ def test_expert_ranks_trade_copies_and_wait_for_the_fullest(routing: str) -> Non
     assert seconds(layer.forward()) == pytest.approx(expected + CONSTANTS.routing_time)
 
 
+def test_a_slow_host_keeps_a_mixture_waiting_longer_and_a_dense_layer_not_at_all() -> None:
+    grace = load_gpu("gb200").host_slowdown
+    assert grace > 2
+    for model, waited in ((MIXTURE, CONSTANTS.routing_time), ({}, 0.0)):
+        fast = a_layer(model)
+        slow = replace(fast, ranks=replace(fast.ranks, host_slowdown=grace))
+        more = seconds(slow.forward()) - seconds(fast.forward())
+        assert more == pytest.approx((grace - 1) * waited)
+
+
 def fullest_rank(ranks: int) -> float:
     """Return the tokens of the fullest of ranks with 128 experts between them, over those of a mean one."""
     return 1 + CONSTANTS.imbalance * math.sqrt(ranks / 128) * math.sqrt(2 * math.log(ranks))

@@ -94,6 +94,8 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     """Bytes that the driver reports."""
     reserve: Size = Size(0)
     """Bytes of it that tensors cannot use: the driver's own, and the context of a process."""
+    host_slowdown: float = 1.0
+    """Seconds in which its host's CPU launches an operation, relative to x86 hosts."""
     host_memory: Size | None = None
     """The GPU's share of its node's host memory; None if no limit is known."""
     memory_bandwidth: Bandwidth

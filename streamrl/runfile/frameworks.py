@@ -123,6 +123,8 @@ class Layout(_Table, frozen=True, kw_only=True):
     """Bytes a second of a GPU's weights on their way to host memory, when a reference model takes
     their place. None: the GPU's host link.
     """
+    slowdown: float = 1.0
+    """Seconds of its forward and backward passes for each second of the same passes in pretraining."""
     fills_micro_batches: bool = False
     """Whether packed rollouts of all ranks go into as few micro-batches as possible. Those of a
     pipeline are padded to the largest.
@@ -266,6 +268,13 @@ def swap_bandwidth(name: FrameworkName | None, trainer: TrainerConfig) -> float 
     framework = framework_of(name)
     layout = None if framework is None else framework.layout_for(trainer)
     return None if layout is None else layout.swap_bandwidth
+
+
+def slowdown(name: FrameworkName | None, trainer: TrainerConfig) -> float:
+    """Return the seconds of a framework's passes for each second of the same passes in pretraining."""
+    framework = framework_of(name)
+    layout = None if framework is None else framework.layout_for(trainer)
+    return 1.0 if layout is None else layout.slowdown
 
 
 def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> bool:

@@ -14,7 +14,7 @@ One layer's passes over a micro-batch, term by term:
 | permutation | tokens into the order of their experts and back, through memory        | twice    |
 | all-to-all  | once per node and GPU if copies are saved, else each copy              | as much  |
 | slices      | ranks of one expert gather its tokens, and scatter their sums          | as much  |
-| routing     | counts of tokens that hosts and GPUs wait for                          | as much  |
+| routing     | counts of tokens that hosts and GPUs wait for, longer on slower hosts  | as much  |
 | reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
 
 Recomputation adds the forward pass to the backward pass. With `mlp` it adds only the MLP's share,
@@ -517,7 +517,8 @@ class Layer(Struct, frozen=True, kw_only=True):
         traded = 2 * constants.trade * self._all_to_all_time() * self._imbalance()
         share = model.num_expert_layers / model.num_layers
         sliced = 2 * constants.reduce * self._slice_time() * self._imbalance()
-        routed = Pass(fixed=constants.routing_time, per_token=traded) * (share * shown)
+        waited = constants.routing_time * self.ranks.host_slowdown
+        routed = Pass(fixed=waited, per_token=traded) * (share * shown)
         return routed + Pass(per_token=sliced) * share
 
     def _slice_time(self) -> float:

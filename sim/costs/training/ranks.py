@@ -39,6 +39,8 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
     """Share of a model's parameters that are trained, on average over trained models."""
     drafted: float = 0.0
     """Draft layers that a trained model trains, on average over trained models: a critic has none."""
+    host_slowdown: float = 1.0
+    """Seconds in which hosts launch an operation, relative to x86 hosts; 1 where CUDA graphs launch them."""
     collective: float = 1.0
     """Seconds of a collective for each second that its bytes take at the datasheet's bandwidth."""
 
@@ -58,6 +60,7 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
             adapter_rank=adapter_rank,
             trained=trainer.trained_models / num_trained,
             drafted=trainer.trains_drafts / num_trained,
+            host_slowdown=trainer.gpu.host_slowdown,
         )
 
     @property

@@ -30,7 +30,7 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.frameworks import fills_micro_batches, swap_bandwidth
+from streamrl.runfile.frameworks import fills_micro_batches, slowdown, swap_bandwidth
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.corrections import Corrections, own_step_time
 from streamrl.sim.costs.training.layer import Layer
@@ -125,13 +125,14 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         overhead = own_step_time(run.framework, corrections, profile)
         ranks, stages, step_time, provenance = _choose_stages(trainer)
         score, train = corrections.training_factors
+        times = slowdown(run.framework.name, trainer.config)
         slow = swap_bandwidth(run.framework.name, trainer.config)
         switches = _switches_of(trainer, ranks, slow)
         num_trained = trainer.num_trained_models
         updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
         updated += switches.step_time
         return cls(
-            stages=stages.at(score, train),
+            stages=stages.at(score / times, train / times),
             num_scored=trainer.algorithm.num_scored,
             num_trained=num_trained,
             informative_share=run.computed_share,
