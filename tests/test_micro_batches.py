@@ -116,7 +116,7 @@ def test_ranks_get_as_many_full_micro_batches_and_pipelines_get_equal_ones(
     config = trainer(
         data_parallel=ranks, pipeline_parallel=stages, micro_batch=10, max_tokens_per_pass=1000
     )
-    by_rank = fewest_micro_batches(lengths, config)
+    by_rank = fewest_micro_batches(lengths, [0.0] * ranks, config)
     sizes = [size for one in by_rank for size, _ in one]
     assert len(by_rank) == ranks and max(sizes) <= 1000
     assert sum(pairs for one in by_rank for _, pairs in one) == sum(n * n for n in lengths) / 2
@@ -131,20 +131,20 @@ def test_ranks_get_as_many_full_micro_batches_and_pipelines_get_equal_ones(
 def test_the_longest_come_first_each_where_it_fits_best() -> None:
     one = trainer(micro_batch=3, max_tokens_per_pass=1000)
     lengths = [300, 600, 500, 400, 100, 100]
-    assert [size for size, _ in fewest_micro_batches(lengths, one)[0]] == [1000, 900, 100]
-    assert [size for size, _ in fewest_micro_batches([100] * 4, one)[0]] == [300, 100]
+    assert [size for size, _ in fewest_micro_batches(lengths, [0.0], one)[0]] == [1000, 900, 100]
+    assert [size for size, _ in fewest_micro_batches([100] * 4, [0.0], one)[0]] == [300, 100]
     two = trainer(data_parallel=2, micro_batch=9, max_tokens_per_pass=1000)
-    assert [[s for s, _ in rank] for rank in fewest_micro_batches([400, 300, 200], two)] == [
-        [700],
-        [200],
-    ]
-    assert fewest_micro_batches([], two) == [[], []]
+    for loads, sizes in (([0.0, 0.0], [[700], [200]]), ([2.0, 1.0], [[200], [700]])):
+        dealt = fewest_micro_batches([400, 300, 200], loads, two)
+        assert [[size for size, _ in rank] for rank in dealt] == sizes
+    assert fewest_micro_batches([], [0.0, 0.0], two) == [[], []]
 
 
 def times(name: str, stages: int) -> float:
     """Return the seconds of passes with a framework, most of whose micro-batches are half full."""
     keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096}
-    run = train_run(pipeline_parallel=stages, tensor_parallel=8 // stages, **keys)
+    system = {"policies.system": "disaggregated"}
+    run = train_run(system, pipeline_parallel=stages, tensor_parallel=8 // stages, **keys)
     named = replace(run, framework=replace(run.framework, name=name))
     return TrainingCosts.load(resolve(named)).train_time([4000, *[2200] * 15])
 

@@ -126,8 +126,8 @@ class Layout(_Table, frozen=True, kw_only=True):
     slowdown: float = 1.0
     """Seconds of its forward and backward passes for each second of the same passes in pretraining."""
     fills_micro_batches: bool = False
-    """Whether packed rollouts of all ranks go into as few micro-batches as possible. Those of a
-    pipeline are padded to the largest.
+    """Whether the packed rollouts of a whole batch go into as few micro-batches as possible. Those of
+    a pipeline are padded to the largest.
     """
 
     def unsupported(self, trainer: TrainerConfig) -> dict[str, int | str]:

@@ -67,20 +67,31 @@ def micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[MicroB
     return batches
 
 
-def fewest_micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[list[MicroBatch]]:
+def fewest_micro_batches(
+    lengths: Sequence[int], loads: Sequence[float], trainer: TrainerConfig
+) -> list[list[MicroBatch]]:
     """Pack the rollouts of all ranks into few micro-batches, and return those of each rank.
 
     The longest rollouts come first, and each goes to the fullest micro-batch that has room for it
-    (best fit decreasing). All ranks get the same number of micro-batches, in turn. If there are too
-    few of them, those with the most rollouts give one away. Pipeline stages need micro-batches of
-    one size, so all are padded to the largest.
+    (best fit decreasing). Ranks get them in turn, the one with the least work first, and as many
+    each. If there are too few of them, those with the most rollouts give one away. Pipeline stages
+    need micro-batches of one size, so all are padded to the largest.
+
+    Args:
+        lengths: tokens of each rollout, prompt and output.
+        loads: (ranks,) seconds of work that each rank already has.
+        trainer: its limits on a micro-batch.
     """
     bins = _spread(_best_fit(lengths, trainer), trainer.data_parallel)
     sizes = [(sum(one), sum(length * length for length in one) / 2) for one in bins]
     if trainer.pipeline_parallel > 1 and sizes:
         largest = max(tokens for tokens, _ in sizes)
         sizes = [(largest, pairs) for _, pairs in sizes]
-    return [sizes[rank :: trainer.data_parallel] for rank in range(trainer.data_parallel)]
+    turns = sorted(range(len(loads)), key=lambda rank: loads[rank])
+    dealt: list[list[MicroBatch]] = [[] for _ in loads]
+    for turn, rank in enumerate(turns):
+        dealt[rank] = sizes[turn :: len(loads)]
+    return dealt
 
 
 def _best_fit(lengths: Sequence[int], trainer: TrainerConfig) -> list[list[int]]:

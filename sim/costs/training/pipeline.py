@@ -384,12 +384,12 @@ class PipelinedSchedule:
     def _micro_batches_by_rank(self, lengths: Sequence[int], now: float) -> list[list[MicroBatch]]:
         """Return the micro-batches of each data-parallel rank."""
         trainer = self._trainer
-        if self._fills_micro_batches:
-            return fewest_micro_batches(lengths, trainer)
         if self._goes_in_step:
             loads = [0.0] * trainer.data_parallel
         else:
             loads = [max(0.0, rank.free_at[0] - now) for rank in self._ranks]
+        if self._fills_micro_batches:
+            return fewest_micro_batches(lengths, loads, trainer)
         dealt = distribute_rollouts(lengths, loads, self._stages.rollout_time, trainer)
         return [micro_batches(part, trainer) for part in dealt]
 

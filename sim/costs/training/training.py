@@ -22,6 +22,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from streamrl.engine.presets import choose_system
 from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.memory import ModelState, model_state
 from streamrl.hardware.model_shape import BYTES
@@ -109,7 +110,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     transfer_time: float
     """Seconds in which the controller sends a rollout, padded to the longest, for a pass."""
     fills_micro_batches: bool
-    """Whether rollouts of all ranks go into as few micro-batches as possible."""
+    """Whether the rollouts of a whole batch go into as few micro-batches as possible."""
     provenance: Provenance
     trainer: TrainerConfig
 
@@ -126,6 +127,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         ranks, stages, step_time, provenance = _choose_stages(trainer)
         score, train = corrections.training_factors
         times = slowdown(run.framework.name, trainer.config)
+        fills = fills_micro_batches(run.framework.name, trainer.config)
         slow = swap_bandwidth(run.framework.name, trainer.config)
         switches = _switches_of(trainer, ranks, slow)
         num_trained = trainer.num_trained_models
@@ -142,7 +144,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             mini_batch=_mini_batch(run.framework.optimizer_steps, trainer.algorithm),
             epochs=run.framework.epochs,
             transfer_time=run.framework.transfer_time * trainer.longest_sequence,
-            fills_micro_batches=fills_micro_batches(run.framework.name, trainer.config),
+            fills_micro_batches=fills and choose_system(run.policies).streaming == "whole-batch",
             provenance=provenance,
             trainer=trainer.config,
         )
