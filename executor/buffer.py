@@ -168,6 +168,13 @@ class BufferedRollout:
         return sum(segment.is_policy for segment in self.segments)
 
     @property
+    def returns(self) -> list[float]:
+        """For each turn the sum of the rewards from it on; the score of the verifier belongs to the last turn."""
+        rewards = (self.turn_rewards + [0.0] * self.num_turns)[: self.num_turns]
+        rewards[-1] += self.reward - math.fsum(self.turn_rewards)
+        return [math.fsum(rewards[turn:]) for turn in range(len(rewards))]
+
+    @property
     def num_answered(self) -> int:
         """Number of turns that an observation follows."""
         return self.num_turns - (bool(self.segments) and self.segments[-1].is_policy)
@@ -433,9 +440,12 @@ class RolloutBuffer:
         advantage: float,
         partner: int | None = None,
         *,
+        turn_advantages: tuple[float, ...] = (),
         masks_truncated: bool = False,
     ) -> Sample:
         """Return a rollout as a sample for the trainer; `partner` is the other one of its pair, if any.
+
+        With `turn_advantages` each turn has an advantage of its own.
 
         With `masks_truncated` it is left out of the loss if the maximum length cut it off.
         """
@@ -448,6 +458,7 @@ class RolloutBuffer:
             output=buffered.output[:end],
             segments=buffered.segments[:end],
             advantage=advantage,
+            turn_advantages=turn_advantages,
             partner=partner,
             is_masked=masks_truncated and buffered.is_truncated,
         )

@@ -87,6 +87,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[TokenSegment, ...]
     advantage: float
     """Advantage of the algorithm. ppo: the reward. dpo: 1 for the better rollout of a pair, -1 for the worse one."""
+    turn_advantages: tuple[float, ...] = ()
+    """Advantage of each turn of an episode; empty: all turns have `advantage`."""
     partner: int | None = None
     """dpo: number of the other rollout of the pair."""
     is_masked: bool = False

@@ -26,6 +26,7 @@ class AdvantageEstimator:
     ) -> None:
         self._algorithm = algorithm.chosen
         self._name = algorithm.name
+        self._by_turn = algorithm.credit == "turn"
         self._masks_truncated = algorithm.mask_truncated
         self._buffer = buffer
         self.baseline = baseline
@@ -40,6 +41,7 @@ class AdvantageEstimator:
                 rollout,
                 self.advantage(rollout),
                 self._partner(rollout),
+                turn_advantages=self.turn_advantages(rollout) if self._by_turn else (),
                 masks_truncated=self._masks_truncated,
             )
             for rollout in rollouts
@@ -63,6 +65,24 @@ class AdvantageEstimator:
             rewards = [rollouts[sibling].reward for sibling in group]
             self._of_groups.update(zip(group, self._advantages_of(rewards), strict=True))
         return self._of_groups[rollout]
+
+    def turn_advantages(self, rollout: int) -> tuple[float, ...]:
+        """Return the advantage of each turn of an episode.
+
+        The return of a turn is the sum of the rewards from it on. It is compared with the returns of the same turn of
+        the group's other episodes. The advantage of a turn that no other episode has is 0.
+        """
+        algorithm, rollouts = self._algorithm, self._buffer.rollouts
+        own = rollouts[rollout]
+        if not algorithm.trains_whole_groups:
+            return tuple(self._advantages_of([each], self.baseline)[0] for each in own.returns)
+        returns = {sibling: rollouts[sibling].returns for sibling in own.group}
+        found = []
+        for turn in range(len(returns[rollout])):
+            there = [sibling for sibling in own.group if turn < len(returns[sibling])]
+            advantages = self._advantages_of([returns[sibling][turn] for sibling in there])
+            found.append(advantages[there.index(rollout)] if len(there) > 1 else 0.0)
+        return tuple(found)
 
     def _advantages_of(self, rewards: list[float], *baseline: float) -> list[float]:
         """Return the advantages of rewards.

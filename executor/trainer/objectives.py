@@ -45,7 +45,7 @@ class PolicyGradient:
         """Return whether a rollout has a gradient."""
         settings = self.settings
         has_terms = settings.kl_coefficient > 0 or settings.entropy_coefficient > 0
-        return not sequence.is_masked and (sequence.advantage != 0 or has_terms)
+        return not sequence.is_masked and (sequence.has_advantage or has_terms)
 
     def share(self, sequence: TokenSequence) -> float:
         """Return the factor for the loss of each token of a rollout."""
@@ -65,7 +65,10 @@ class PolicyGradient:
 
     def advantages(self, sequence: TokenSequence, scores: Scores) -> torch.Tensor:
         """Compute the advantage of a rollout, [1], or of each of its tokens, [n]."""
-        advantage = torch.tensor([sequence.advantage], dtype=torch.float32)
+        of_tokens = sequence.token_advantages
+        advantage = torch.tensor(
+            [sequence.advantage] if of_tokens is None else of_tokens, dtype=torch.float32
+        )
         if not self.settings.has_kl_reward:
             return advantage
         penalties = self._penalties(sequence, scores)  # a token's advantage has those from it on

@@ -33,6 +33,8 @@ class TokenSequence:
     is_policy: npt.NDArray[np.bool_]
     """[n] whether the policy sampled the token; other tokens are only context, without loss and not counted."""
     advantage: float
+    token_advantages: Logprobs | None = None
+    """[m] advantage of each token that the policy sampled; None: all have `advantage`."""
     partner: int | None = None
     """The other rollout of its pair, if it has one."""
     is_masked: bool = False
@@ -42,6 +44,13 @@ class TokenSequence:
     def length(self) -> int:
         """Return the number of tokens that a forward pass computes."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def has_advantage(self) -> bool:
+        """Return whether any token has an advantage that is not 0."""
+        if self.token_advantages is not None:
+            return bool(self.token_advantages.any())
+        return self.advantage != 0
 
     @property
     def num_trained(self) -> int:
@@ -83,8 +92,9 @@ def _read(sample: Sample) -> TokenSequence:
         raise ValueError(
             f"{where}: needs at least one prompt token and one token that the policy sampled"
         )
-    if not math.isfinite(sample.advantage):
-        raise ValueError(f"{where}: advantage must be finite, got {sample.advantage}")
+    if not all(map(math.isfinite, (sample.advantage, *sample.turn_advantages))):
+        found = sample.turn_advantages or sample.advantage
+        raise ValueError(f"{where}: advantage must be finite, got {found}")
     return TokenSequence(
         rollout=sample.rollout,
         prompt=decode_ids(sample.prompt),
@@ -92,6 +102,17 @@ def _read(sample: Sample) -> TokenSequence:
         logprobs=logprobs,
         is_policy=is_policy,
         advantage=sample.advantage,
+        token_advantages=_token_advantages(sample) if sample.turn_advantages else None,
         partner=sample.partner,
         is_masked=sample.is_masked,
     )
+
+
+def _token_advantages(sample: Sample) -> Logprobs:
+    """Return the advantage of each sampled token, from those of the turns."""
+    lengths = [segment.num_tokens for segment in sample.segments if segment.is_policy]
+    if len(lengths) != len(sample.turn_advantages):
+        raise ValueError(
+            f"rollout {sample.rollout}: {len(lengths)} turns but {len(sample.turn_advantages)} advantages"
+        )
+    return np.repeat(np.array(sample.turn_advantages, LOGPROB), lengths)

@@ -12,6 +12,7 @@ CorrectionName = Literal[
 ]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
+Credit = Literal["episode", "turn"]
 LossMean = Literal["token", "rollout", "rollout-sum", "constant"]
 OptimizerName = Literal["adamw", "adamw-8bit", "adamw-paged", "adamw-8bit-paged", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -124,6 +125,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     mask_truncated: bool = False
     """Executed: whether rollouts that `rollout.max_tokens` cut off are left out of the loss and of
     its mean (DAPO's overlong filtering). Their rewards still count in the baseline of their group.
+    """
+    credit: Credit = "episode"
+    """Executed: what the advantage of a turn of an episode is computed from. episode: the reward of the
+    episode, for all its turns. turn: the rewards from this turn on, compared with the same turn of
+    the group's other episodes.
     """
     max_grad_norm: float = 1.0
     """Norm to which longer gradients are scaled down."""

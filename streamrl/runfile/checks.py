@@ -14,7 +14,7 @@ from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.bases import is_secret
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
-from streamrl.runfile.environment_checks import check_environment
+from streamrl.runfile.environment_checks import check_credit, check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.evaluation_checks import check_evaluation
 from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
@@ -709,6 +709,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),
     *POLICY_CHECKS,
     lambda run: check_environment(run.environment, run.policies, run.workload, run.rollout.kinds),
+    lambda run: check_credit(run.algorithm, run.environment),
     lambda run: check_evaluation(run.evaluation, run.environment, run.workload),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),

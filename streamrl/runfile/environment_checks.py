@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.distribution_words import read_distribution
 from streamrl.runfile.environment_choice import ENVIRONMENTS, MCP, class_of
 from streamrl.runfile.environment_config import EnvironmentConfig
@@ -47,6 +48,19 @@ def check_environment(
         if kind.admission == "reserve":
             text = f"rollout.admission 'reserve' {ONE_TURN}; set 'on-demand'"
             raise RunError("rollout.admission", "reserve", OneOf(["on-demand"]), text)
+
+
+def check_credit(algorithm: AlgorithmConfig, environment: EnvironmentConfig | None) -> None:
+    """Raise `RunError` if turns cannot have advantages of their own."""
+    key, value = "algorithm.credit", algorithm.credit
+    if value == "episode":
+        return
+    if environment is None:
+        text = f"{key} {value!r} needs the section [environment]: without it a rollout has one turn"
+        raise RunError(key, value, OneOf(["episode"]), text, ("environment",))
+    if algorithm.has_critic or algorithm.imitates:
+        text = f"{key} {value!r} is not for algorithm.name {algorithm.name!r}, which has no advantages of groups; set 'episode'"
+        raise RunError(key, value, OneOf(["episode"]), text, ("algorithm.name",))
 
 
 def _of_one_turn(policies: PoliciesConfig) -> Iterator[tuple[str, object, object]]:
