@@ -12,7 +12,7 @@ import pytest
 from streamrl.cli.lazy_commands import UNTIL_END
 from streamrl.cli.shared import claim_file
 from streamrl.record.run_directory import read_metrics
-from streamrl.runfile.files import write_run
+from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.result_files import (
     RESULTS,
     check_results,
@@ -21,6 +21,7 @@ from streamrl.runfile.result_files import (
     write_file,
     write_results,
 )
+from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import SEMAPHORE, full_disk, streamrl
 from tests.runs import small_run
 
@@ -187,3 +188,16 @@ def test_a_second_command_that_writes_the_same_file_is_refused(offer: Path, tmp_
         assert streamrl(*words[:-1], str(tmp_path / "other.sh")).returncode == 0
     assert not [path for path in tmp_path.iterdir() if path.name != "other.sh"]
     assert streamrl(*words).returncode == 0
+
+
+def test_the_bytes_of_a_trace_do_not_depend_on_how_paths_are_written(
+    offer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("output_tokens\n5\n7\n100\n")
+    changes = {"workload.lengths.kind": "empirical", "workload.lengths.source": str(lengths)}
+    write_run(small_run({"simulate.max_steps": 3, **changes}), tmp_path / "run.toml")
+    monkeypatch.chdir(tmp_path)
+    spelled = [Path("run.toml"), tmp_path / "run.toml", Path("..", tmp_path.name, "run.toml")]
+    traces = {simulate_steady(load_run(path)).encode() for path in spelled}
+    assert len(traces) == 1

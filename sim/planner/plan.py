@@ -17,6 +17,15 @@ from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import ObjectiveName
 from streamrl.runfile.policies_config import SystemName
 from streamrl.runfile.reading import decode_json
+from streamrl.runfile.recorded_numbers import (
+    Count,
+    Interval,
+    NotNegative,
+    Number,
+    Ordinal,
+    Positive,
+    Setting,
+)
 from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -56,9 +65,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """The objective of the chosen plan."""
 
     name: ObjectiveName
-    value: float
+    value: Number
     """Simulated with the run's own seed. What-if results are relative to it."""
-    median: float
+    median: Number
     """Median over all simulated seeds. Plans are compared by it."""
     band: Band | None = None
     """Range in which `value` may truly be, with sampling error and model error."""
@@ -70,8 +79,8 @@ class PlannedSide(msgspec.Struct, frozen=True, kw_only=True):
 
     pool: str
     gpu: str
-    num_gpus: int
-    degrees: dict[str, int]
+    num_gpus: Count
+    degrees: dict[str, Count]
     """Keys and values of the run file's section, such as tensor_parallel."""
     beside: PlannedSide | None = None
     """Replicas of another kind that also generate."""
@@ -89,32 +98,32 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     trainer: PlannedSide
     verifier: PlannedSide | None = None
     """The GPUs that compute rewards, if there are any."""
-    settings: dict[str, str | int | float | bool]
+    settings: dict[str, Setting]
     """All keys of the run file that the plan sets, as for `--set`."""
-    gpus_by_pool: dict[str, int] = {}
+    gpus_by_pool: dict[str, Count] = {}
     """GPUs that the plan uses, by pool: those of all sides. Colocated sides share theirs."""
-    dollars_per_hour: float
+    dollars_per_hour: NotNegative
     """Of all GPUs."""
-    verifier_dollars_per_hour: float = 0.0
+    verifier_dollars_per_hour: NotNegative = 0.0
     """Of the GPUs that compute rewards, at the price of their pool."""
-    step_time: float
+    step_time: Positive
     """Mean seconds of a step in the steady state, with the run's own seed. `simulate` reports the
     same value.
     """
-    step_time_interval: tuple[float, float] | None = None
+    step_time_interval: Interval | None = None
     """95 % interval of `step_time`; None if too few steps were simulated."""
-    median_step_time: float
+    median_step_time: Positive
     """Median seconds of a step."""
-    steps: int = 0
+    steps: Count = 0
     """Steps that were simulated."""
     note: str = ""
     """Why its figures are less exact than requested; empty if they are not."""
-    cost_per_step: float
+    cost_per_step: NotNegative
     """Dollars of a mean step."""
-    cost_per_million_tokens: float
-    mean_staleness: float = 0.0
+    cost_per_million_tokens: NotNegative
+    mean_staleness: NotNegative = 0.0
     """Mean number of versions between generating and training on a rollout."""
-    complexity: int = 0
+    complexity: Count = 0
     """Number of features to set up, such as degrees above one, a second pool and each step of
     staleness.
     """
@@ -126,11 +135,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Range in which `step_time` may truly be: sampling error over all seeds, and model error."""
     cost_per_step_band: Band | None = None
     cost_per_million_tokens_band: Band | None = None
-    least: float
+    least: Number
     """Lowest objective within the 95 % interval of the step time, over all seeds."""
-    most: float
-    num_seeds: int
-    estimate: float
+    most: Number
+    num_seeds: Ordinal
+    estimate: NotNegative
     """Seconds of a step from closed forms, before any simulation."""
 
     def __post_init__(self) -> None:
@@ -175,7 +184,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     """One of generation, training, sync and rewards."""
     resource: str
-    seconds: dict[str, float]
+    seconds: dict[str, NotNegative]
     """Seconds of each stage alone, and of a simulated step."""
     text: str
 
@@ -212,10 +221,10 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     choice: Choice
-    value: float
-    behind: float
+    value: Number
+    behind: Number
     """Share by which its objective is above the chosen plan's."""
-    behind_interval: tuple[float, float] | None = None
+    behind_interval: Interval | None = None
     """95 % interval of `behind`, from the steps that both plans have. None if these are too few, or
     if an earlier version wrote the plan.
     """
@@ -227,14 +236,14 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """Further plans on the same GPUs in the same system, the best first. They differ in degrees,
     dispatch, sync mode, or how the trainer fits its memory.
     """
-    variant_of: int | None = None
+    variant_of: Ordinal | None = None
     """Number of the option on the same GPUs in the same system; None if no option is."""
 
 
 class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the answer: a plan to decide for, simulated for as many steps as the recommended one."""
 
-    number: int
+    number: Ordinal
     """Its number in the table and in `--take`, from 1. The recommended plan has 1."""
     labels: list[OptionLabel]
     """The reasons why it is in the table."""
@@ -243,19 +252,19 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     choice: Choice
     whole_run: WholeRun
     """Time and cost of all training steps."""
-    tiers: dict[str, float]
+    tiers: dict[str, NotNegative]
     """Share of its seconds by the source of their costs."""
     uncertainty: Uncertainty | None = None
     """Possible error of its simulated seconds."""
     trains_on: str
     """Age of its rollouts, such as "trains on rollouts 1 step old"."""
-    cost_ratio: float | None
+    cost_ratio: NotNegative | None
     """Dollars of the whole run, divided by those of the recommended plan; None if GPUs are free. Both ratios are over
     the steps that count in both simulations.
     """
-    time_ratio: float
+    time_ratio: Positive
     """Wall time of the whole run, divided by that of the recommended plan."""
-    ratio_half_width: float | None = None
+    ratio_half_width: NotNegative | None = None
     """Half the 95 % interval (sampling error) of both ratios, as a share. None if too few steps were
     simulated.
     """
@@ -285,14 +294,14 @@ class FirstPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     choice: str
     """The plan in one line."""
-    estimated_dollars: float
+    estimated_dollars: NotNegative
     """Dollars of the whole run in the first answer."""
-    estimated_wall_time: float
+    estimated_wall_time: NotNegative
     """Seconds of the whole run in the first answer."""
-    option: int | None = None
+    option: Ordinal | None = None
     """Number of the option that it is; None if it is none."""
-    dollars: float | None = None
-    wall_time: float | None = None
+    dollars: NotNegative | None = None
+    wall_time: Positive | None = None
     """The same, simulated for as many steps as the recommended plan; None if no time was left."""
     relation: str = ""
     """Its dollars and time against those of the recommended plan, in words."""
@@ -305,11 +314,11 @@ class OverMemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
 
     choice: str
     """The plan in one line."""
-    settings: dict[str, str | int | float | bool]
+    settings: dict[str, Setting]
     """All keys of the run file that the plan sets."""
-    gain: float
+    gain: Number
     """Share by which its objective is below the chosen plan's, on the same prompts."""
-    memory: float
+    memory: NotNegative
     """Share of a GPU's memory that its trainer uses."""
 
 
@@ -318,7 +327,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     """Such as "lengths +20 %"."""
-    value: float
+    value: Number
     """Objective of the chosen plan after the change, or of the other plan if the chosen one no
     longer fits.
     """
@@ -326,11 +335,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     choice: str
     """The plan that would be chosen, in one line. It may be the chosen plan itself."""
     is_other: bool
-    gain: float
+    gain: Number
     """Share of the objective that the other plan saves after the change, as simulated; 0 if the
     choice stays. It is negative if the rule of the plan chooses a dearer plan that is faster.
     """
-    option: int | None = None
+    option: Ordinal | None = None
     """Number of the plan in `options`; None if it is no option, or if an earlier version wrote the file."""
     relation: str = ""
     """If the rule of the plan chooses another option: its dollars and time after the change against
@@ -338,7 +347,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """
     reason: str = ""
     """The reason of the rule."""
-    settings: dict[str, str | int | float | bool] = {}
+    settings: dict[str, Setting] = {}
     """All keys of the run file that the other plan sets; empty if the choice stays."""
     is_used: bool = True
     """Whether the chosen or the other plan uses the changed thing, such as a pool that it rents or
@@ -348,8 +357,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `value` comes from closed forms, because no time was left to simulate it."""
     breaks: list[str] = []
     """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
-    time_ratio: float | None = None
-    cost_ratio: float | None = None
+    time_ratio: Positive | None = None
+    cost_ratio: NotNegative | None = None
     """Ratios of the time of a step and of the bill of the whole run after the change to those before,
     of the same plan as `value`; None if an earlier version wrote the file.
     """
@@ -359,8 +368,8 @@ class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of a pool that do the same thing."""
 
     pool: str
-    num_gpus: int
-    tensor_parallel: int = 1
+    num_gpus: Count
+    tensor_parallel: Count = 1
 
 
 class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,24 +377,24 @@ class WhatIfPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     choice: str
     """The plan in one line."""
-    settings: dict[str, str | int | float | bool]
+    settings: dict[str, Setting]
     """All keys of the run file that the plan sets."""
     generate: list[GpuShare]
     """Replicas of each kind."""
     rewards: GpuShare | None = None
     """Replicas of the reward model, if GPUs run one."""
-    rollout_gpus: int
-    trainer_gpus: int
-    paid: dict[str, float]
+    rollout_gpus: Count
+    trainer_gpus: Count
+    paid: dict[str, NotNegative]
     """GPUs that are paid for, by pool."""
-    mean_staleness: float
-    other_dollars: float
+    mean_staleness: NotNegative
+    other_dollars: NotNegative
     """Dollars of the whole run besides the rent of the GPUs, such as traffic between pools."""
     is_simulated: bool
     """Whether its hours without a change are from a simulation."""
     has_total: bool = False
     """Whether they are the total of a simulation as long as that of the chosen plan, as of each option."""
-    hours: list[list[list[float | None]]]
+    hours: list[list[list[NotNegative | None]]]
     """Hours of the whole run by lengths, cap and links; None where the plan does not fit."""
 
 
@@ -395,26 +404,26 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     Prices, the value of an hour and a deadline need no grid: dollars are hours x GPUs x price.
     """
 
-    lengths: list[float]
+    lengths: list[Positive]
     """Factors on all output lengths, before the cap cuts them off."""
-    caps: list[int]
+    caps: list[Count]
     """Values of rollout.max_tokens."""
-    links: list[float]
+    links: list[Positive]
     """Factors on the bandwidth of all links."""
-    unchanged: tuple[int, int, int]
+    unchanged: tuple[Count, Count, Count]
     """Place of the run file's own lengths, cap and links."""
-    mean_tokens: list[list[float]]
+    mean_tokens: list[list[NotNegative]]
     """Mean output tokens of a rollout, by lengths and cap."""
-    bandwidth: float | None
+    bandwidth: NotNegative | None
     """Bytes a second of the slowest link of the offer; None without links."""
     gpus: dict[str, str]
     """The GPU of each pool of the offer."""
-    prices: dict[str, float]
+    prices: dict[str, NotNegative]
     """Dollars an hour of a GPU, by pool."""
     objective: ObjectiveName
-    tolerance: float
-    value_of_hour: float
-    deadline: float | None
+    tolerance: NotNegative
+    value_of_hour: NotNegative
+    deadline: NotNegative | None
     """Hours."""
     plans: list[WhatIfPlan]
     """The chosen plan comes first."""
@@ -436,9 +445,9 @@ class PartialNode(msgspec.Struct, frozen=True, kw_only=True):
     """A rented node of which a plan uses some GPUs, although the run file says no `unit`."""
 
     pool: str
-    num_gpus: int
+    num_gpus: Count
     """GPUs that the plan uses of the node, and pays for."""
-    gpus_per_node: int
+    gpus_per_node: Count
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -450,7 +459,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     allocation: Choice
     objective: Figure
-    candidates: int
+    candidates: Count
     """Plans that fit. All of them were estimated."""
     systems: list[SystemName] = []
     """Systems that were searched."""
@@ -458,17 +467,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Pools of which plans could only rent whole nodes."""
     partial_nodes: list[PartialNode] = []
     """Nodes that the chosen plan rents in part."""
-    limits: dict[str, float] = {}
+    limits: dict[str, NotNegative] = {}
     """The limits of `[plan]`, by key: dollars, and the seconds of the deadline."""
-    simulated: int
+    simulated: Count
     """Plans that were simulated."""
-    open_gap: float | None = None
+    open_gap: Number | None = None
     """Share by which a plan that was not simulated may be better, if `time_limit` ended the search.
     None if the search proved that no plan is better by more than its margin.
     """
-    time_limit: float = 0.0
+    time_limit: NotNegative = 0.0
     """Seconds after which no further simulation starts."""
-    steps_in_time: int | None = None
+    steps_in_time: Count | None = None
     """Steps of the chosen plan that `time_limit` allowed, if its interval did not reach the target
     by then.
     """
@@ -478,7 +487,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of `[plan]` that the chosen plan exceeds at the high end of its band; empty if it keeps all."""
     offer: str = ""
     """Digest of the run file that was planned, with its changes. A later `--take` needs the same one."""
-    taken: int = 1
+    taken: Ordinal = 1
     """Number of the option whose run file is plan.toml."""
     run_file: str = ""
     """SHA-256 of plan.toml as it was written; empty if it was not written, or an earlier version wrote it."""
@@ -495,28 +504,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A better plan that leaves less GPU memory free. None if no such plan is clearly better, or if
     no time was left.
     """
-    staleness_cost: float = 0.0
+    staleness_cost: NotNegative = 0.0
     """Per cent more steps for each version of staleness, as charged by the objective."""
     staleness_model: str = ""
     """The fitted line with that slope, if a study of staleness is given."""
-    ruled_out: int
+    ruled_out: Count
     """Plans whose lower bound alone is above the simulated objective of the chosen plan."""
-    seconds: float
+    seconds: NotNegative
     """Seconds that planning took."""
-    infeasible: dict[str, int]
+    infeasible: dict[str, Count]
     """Number of sides, or pairs of sides, that each reason ruled out."""
     binding: Binding
     worths: list[Worth] = []
     """The effects of more sandboxes, one more replica, faster tools and faster training on the chosen
     plan. Empty without an environment.
     """
-    lower_bound: float
+    lower_bound: Number
     """Lowest objective that the bound of any plan allows. It is at most the value of the chosen plan. Bounds are of
     the prompts of the search.
     """
-    gap: float
+    gap: Number
     """Share by which the chosen plan is above `lower_bound`."""
-    own_bound: float
+    own_bound: Number
     """Objective that the bound of the chosen plan allows."""
     runners_up: list[RunnerUp]
     """The best plans that are no options, at most five. Variants of a plan are members of one entry.
@@ -528,7 +537,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     not_varied: dict[str, str] = {}
     """Prices and links whose change cannot change the choice or its objective, each with the reason.
     """
-    tiers: dict[str, float]
+    tiers: dict[str, NotNegative]
     """Share of the chosen plan's seconds by the source of its costs. It includes time spent waiting
     for weights.
     """
@@ -545,14 +554,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     first: FirstPlan | None = None
     """The plan of the first answer; None if the command printed none."""
-    best_to_run: int | None = None
+    best_to_run: Ordinal | None = None
     """Number of the option that the rule of the plan chooses among those that something can run; None
     if nothing can run any of them, or if an earlier version wrote the plan.
     """
     drafts: str = ""
     """Assumptions about speculative decoding and their source; empty if plans could not choose it.
     """
-    steps: int
+    steps: Count
     """Most steps by which the search compares plans. A finalist has as many as its interval needs.
     """
 
@@ -698,15 +707,21 @@ def read_plan(path: Path | str) -> Plan:
     """
     check_results(Path(path))
     try:
-        return decode_json(path, Plan)
-    except (OSError, msgspec.MsgspecError) as error:
+        plan = decode_json(path, Plan)
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"{path}: not a plan: {error}") from None
+    if [option.number for option in plan.options] != [*range(1, 1 + len(plan.options))]:
+        raise ValueError(f"{path}: not a plan: the numbers of its options must count from 1")
+    named = [plan.taken, plan.best_to_run or 1, *(each.option or 1 for each in plan.sensitivity)]
+    if max(named) > len(plan.options):
+        raise ValueError(f"{path}: not a plan: it names option {max(named)} of {len(plan.options)}")
+    return plan
 
 
 def plan_text(
     rollout: PlannedSide,
     trainer: PlannedSide,
-    settings: dict[str, str | int | float | bool],
+    settings: dict[str, Setting],
     verifier: PlannedSide | None = None,
 ) -> str:
     """Return a plan in one line: the GPUs that generate, train and compute rewards, and the mode."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +15,8 @@ from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.runfile.result_files import write_files
 from streamrl.sim.studies.rerun import simulate_as_recorded
+
+logger = logging.getLogger(__name__)
 
 PAGE = "report.html"
 
@@ -51,20 +56,40 @@ def report(
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
     target = directories[0] / PAGE if output is None else output
-    found = read_report(directories)
     claim_file(target)
     if markdown is not None:
         claim_file(markdown, "--markdown")
-    page = make_page(found, simulator=simulate_as_recorded)
-    texts = {target: render_html(page)}
-    if markdown is not None:
-        texts[markdown] = render_markdown(page)
+    with blaming_figures(directories):
+        found = read_report(directories)
+        facts = describe(found)
+        page = make_page(found, simulator=simulate_as_recorded)
+        texts = {target: render_html(page)}
+        if markdown is not None:
+            texts[markdown] = render_markdown(page)
     write_files(texts)
     if as_json:
         written = {"html": str(target), "markdown": None if markdown is None else str(markdown)}
-        print_json({**describe(found), **written})
+        print_json({**facts, **written})
     else:
         stdout_console().print(page.answer, highlight=False, markup=False)
         stdout_console().print(
             f"\nwritten to {target}", highlight=False, markup=False, soft_wrap=True
         )
+
+
+@contextmanager
+def blaming_figures(directories: Sequence[Path]) -> Iterator[None]:
+    """Turn exceptions of impossible figures into a `ValueError`. Each figure is in range, but they contradict each other.
+
+    Raises:
+        ValueError: a page cannot be made from the recorded figures.
+    """
+    try:
+        yield
+    except (ArithmeticError, LookupError) as error:
+        names = ", ".join(map(str, directories))
+        logger.debug("the page cannot be made", exc_info=True)
+        raise ValueError(
+            f"{names}: recorded figures contradict each other ({type(error).__name__}: {error}); "
+            "write the results again"
+        ) from error

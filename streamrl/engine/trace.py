@@ -28,6 +28,7 @@ from streamrl.runfile.dispatch_choice import dispatch_named
 from streamrl.runfile.files import decode_run, encode_run, with_secondary_trainer
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.paths import absolute, paths_of, with_paths
 from streamrl.runfile.result_files import check_results
 
 if TYPE_CHECKING:
@@ -391,10 +392,15 @@ class Trace:
         return self._encode_header() + _ENCODER.encode_lines(self.entries)
 
     def _encode_header(self) -> bytes:
+        run = self.begun
+        if (
+            self.world == "simulated"
+        ):  # the same bytes, however the path of the run file was written
+            run = with_paths(run, absolute(paths_of(run)))
         header = Header(
             format=FORMAT,
             world=self.world,
-            run=msgspec.Raw(encode_run(self.begun)),
+            run=msgspec.Raw(encode_run(run)),
             facts=self.facts,
             decode=self.decode[0] if self.decode else None,
             other_decodes=list(self.decode[1:]),

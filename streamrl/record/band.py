@@ -29,6 +29,7 @@ from streamrl.hardware.tiers import DATASHEETS, PARTITION, TIERS, Tier, datashee
 from streamrl.record.attribution import SHARED, TRAINER, VERIFIER, SidesAttribution
 from streamrl.record.uncertainty import MOST_UNMEASURED, OPERATION_OF_ACTIVITY
 from streamrl.runfile.formatting import OptionalInterval, format_share, listing
+from streamrl.runfile.recorded_numbers import NotNegative, Number
 
 NINE_IN_TEN = 1.645
 """90 % of a normal distribution is within this many standard deviations."""
@@ -51,16 +52,16 @@ CostFacts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
 class Band(msgspec.Struct, frozen=True, kw_only=True):
     """The range in which a figure may truly be."""
 
-    low: float
-    high: float
+    low: Number
+    high: Number
 
 
 class StageError(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of a step, and its error."""
 
-    share: float
+    share: Number
     """By how much of a step this stage moves it: 1 % more of the stage is `share` % more of the step."""
-    error: float
+    error: NotNegative
     """Eight in ten published figures are within this relative error."""
 
 
@@ -122,15 +123,15 @@ def scaled_spread() -> float:
 class ModelError(msgspec.Struct, frozen=True, kw_only=True):
     """The model error of simulated seconds."""
 
-    low: float
+    low: Number
     """Lowest ratio of true to simulated seconds."""
-    high: float
+    high: Number
     """Highest ratio of true to simulated seconds."""
-    datasheet_share: float
+    datasheet_share: NotNegative
     """Share of the seconds that come from datasheets alone."""
     unchecked: list[str] = []
     """Operations with composed seconds whose error was never checked."""
-    datasheets: dict[str, float] = {}
+    datasheets: dict[str, NotNegative] = {}
     """Share of all seconds that come from datasheets, by what takes them, the largest first."""
     stages: dict[Stage, StageError] = {}
     """What the error is made of."""

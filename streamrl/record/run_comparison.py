@@ -35,6 +35,7 @@ from streamrl.record.whole_run import WholeRun, steps_for_one
 from streamrl.runfile.config import Run
 from streamrl.runfile.gpu_pools import SideKind, sides_of
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.recorded_numbers import Count, Interval, NotNegative, Number, Positive
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
@@ -56,8 +57,8 @@ Outcome: TypeAlias = Literal[
 class Known(msgspec.Struct, frozen=True, kw_only=True):
     """A figure with its 95 % interval."""
 
-    value: float
-    interval: tuple[float, float] | None
+    value: Number
+    interval: Interval | None
     """None if too few steps count."""
 
     def differs_from(self, value: float) -> bool:
@@ -68,28 +69,28 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     """The use of the GPUs that generate, train or compute rewards. Shared GPUs generate and train."""
 
-    num_gpus: float
-    idle: float
+    num_gpus: NotNegative
+    idle: NotNegative
     """Idle share of their GPU-seconds."""
-    underfilled: float | None
+    underfilled: NotNegative | None
     """Share of decoding that full batches would not need; None if it is unknown."""
 
 
 class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two runs, over the steps that count in both."""
 
-    step_time: float
+    step_time: Positive
     """Mean seconds of a step."""
-    step_time_interval: tuple[float, float] | None
+    step_time_interval: Interval | None
     """95 % interval of that mean for this run alone, without pairing."""
-    dollars_per_hour: float
-    cost_per_step: float
+    dollars_per_hour: NotNegative
+    cost_per_step: NotNegative
     """Dollars of a mean step."""
-    cost_per_million_tokens: float
+    cost_per_million_tokens: NotNegative
     """Dollars for a million output tokens trained on."""
-    throughput: float
+    throughput: NotNegative
     """Output tokens generated per second."""
-    goodput: float
+    goodput: NotNegative
     """Output tokens trained on per second."""
     shares_gpus: bool
     """Whether generation and training take turns on the same GPUs."""
@@ -98,11 +99,11 @@ class PairedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Of the primary trainer."""
     rewards: GpuUse | None = None
     """Of the GPUs that compute rewards, if there are any."""
-    staleness: float
+    staleness: NotNegative
     """Mean versions that rollouts were behind when they were trained on."""
-    idle_gpu_seconds: float
+    idle_gpu_seconds: NotNegative
     """Mean idle GPU-seconds of a step, over all sides."""
-    idle_cost: float
+    idle_cost: NotNegative
     """Dollars for these GPU-seconds."""
     model_error: ModelError | None = None
     """Range of true to simulated seconds; None if an earlier version wrote the file, as for all bands."""
@@ -121,9 +122,9 @@ class BreakEvenPrice(msgspec.Struct, frozen=True, kw_only=True):
 
     pool: str
     gpu: str
-    num_gpus: float
+    num_gpus: NotNegative
     """GPUs of the pool that A rents beyond those of B."""
-    price: float
+    price: NotNegative
     """Present price of one of them, in dollars per hour."""
     break_even: Known | None
     """Break-even price in dollars per hour; None if a token costs more with A even if they are free."""
@@ -133,13 +134,13 @@ class BreakEvenBandwidth(msgspec.Struct, frozen=True, kw_only=True):
     """The bandwidth of a link of A at which a token costs the same with A and B."""
 
     between: tuple[str, str]
-    bandwidth: float
+    bandwidth: NotNegative
     """Present bandwidth in bytes per second."""
-    break_even: float | None
+    break_even: Number | None
     """Break-even bandwidth in bytes per second; None if there is none."""
     is_cheaper: bool
     """If there is no break-even: whether A costs less at all tried bandwidths (true) or at none."""
-    least: float
+    least: Number
     """The lowest bandwidth that may have been tried, in bytes per second."""
 
 
@@ -148,7 +149,7 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
 
     a: PairedRun
     b: PairedRun
-    counted_steps: tuple[int, int]
+    counted_steps: tuple[Count, Count]
     """First and last step that count in both."""
     outcome: Outcome
     step_time_ratio: Known
@@ -163,16 +164,16 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
     """Difference in idle GPU-seconds per step."""
     idle_cost: Known
     """Difference in dollars per step for idle GPUs."""
-    steps_ratio: float = 1.0
+    steps_ratio: NotNegative = 1.0
     """Steps that A needs for one step of B, because staleness adds steps (`plan.staleness_cost`). Both ratios include
     it."""
-    training_steps: int
+    training_steps: Count
     """Steps of the whole training."""
     training_time: Known
     """Difference in the wall time of the whole training."""
     training_cost: Known
     """Difference in dollars of the whole training."""
-    unshared_error: float | None
+    unshared_error: Number | None
     """Model error, on held-out models, of the costs that A and B do not share; 0 if they share all, None if some error
     is unknown."""
     prices: list[BreakEvenPrice]

@@ -14,6 +14,7 @@ from streamrl.engine.trace import Trace
 from streamrl.hardware.tiers import datasheet_share
 from streamrl.record.attribution import UNDERFILLED, SidesAttribution
 from streamrl.runfile.formatting import format_share
+from streamrl.runfile.recorded_numbers import NotNegative
 
 OPERATION_OF_ACTIVITY = {
     "prefill": "prefill",
@@ -33,7 +34,7 @@ MOST_UNMEASURED = 0.2
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True):
     """Median relative errors of simulated seconds: half of all errors are larger."""
 
-    stages: dict[str, float]
+    stages: dict[str, NotNegative]
     """By operation; a missing operation has an unknown error."""
 
 

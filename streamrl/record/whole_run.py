@@ -43,6 +43,7 @@ from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.plan_config import PlanConfig
+from streamrl.runfile.recorded_numbers import Count, Interval, NotNegative, Number
 from streamrl.runfile.units import SECONDS_PER_HOUR
 
 Work: TypeAlias = Literal["generating", "training", "idle"]
@@ -123,13 +124,13 @@ class PoolTotal(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU-hours, dollars and kWh of the whole run in one pool."""
 
     gpu: str
-    num_gpus: float
+    num_gpus: NotNegative
     """Mean number of paid GPUs."""
     is_owned: bool
-    gpu_hours: float
+    gpu_hours: NotNegative
     """GPU-hours that are billed."""
-    dollars: float
-    kwh: float | None
+    dollars: NotNegative
+    kwh: NotNegative | None
     """Energy of the GPUs alone; None if there is no power data."""
 
 
@@ -145,46 +146,46 @@ class SandboxTotal(msgspec.Struct, frozen=True, kw_only=True):
 class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     """The time and cost of all training steps."""
 
-    steps: int
+    steps: Count
     """`algorithm.steps` plus the steps that staleness adds (`plan.staleness_cost`)."""
-    seconds: float
-    seconds_interval: tuple[float, float] | None
+    seconds: NotNegative
+    seconds_interval: Interval | None
     """95 % interval (sampling error), from the interval of the mean step; None if too few steps count."""
     seconds_band: Band | None = None
     """Range in which they may truly be, with sampling error and model error; None if an earlier version wrote the
     file."""
-    dollars: float
-    dollars_interval: tuple[float, float] | None
+    dollars: NotNegative
+    dollars_interval: Interval | None
     dollars_band: Band | None = None
-    gpu_hours: float
+    gpu_hours: NotNegative
     pools: dict[str, PoolTotal]
     """Totals of each paid pool, by name."""
     sandboxes: SandboxTotal | None = None
     """Sandboxes of episodes; None if their number is not limited, or without an environment."""
-    egress: float
+    egress: Number
     """Dollars for the weights that cross links."""
-    storage: float = 0.0
+    storage: Number = 0.0
     """Dollars for storage."""
-    setup_time: float = 0.0
+    setup_time: NotNegative = 0.0
     """Seconds for which GPUs are rented before the first step. They are not part of `seconds`."""
-    failed_time: float = 0.0
+    failed_time: NotNegative = 0.0
     """Seconds of failed attempts that are repeated. They are not part of `seconds`."""
     uncounted: list[str] = []
     """Parts of the bill that are zero, because the run file does not set their keys."""
     assumed: list[Assumed] = []
     """Prices, links and lengths that a profile or a default supplied."""
-    start_time: float
+    start_time: NotNegative
     """Extra seconds of the first steps, compared with mean steps, up to the first step that is not longer. Replicas
     start then, and no rollouts are ready. Later steps before the steady state count only in `seconds`."""
-    start_time_interval: tuple[float, float] | None = None
+    start_time_interval: Interval | None = None
     """95 % interval of `start_time`, from the interval of the mean step."""
-    checkpoint_time: float
+    checkpoint_time: NotNegative
     """Seconds of all checkpoints."""
-    tokens: float
+    tokens: NotNegative
     """Output tokens trained on."""
-    rollouts: int
+    rollouts: Count
     """Rollouts trained on."""
-    kwh: float | None
+    kwh: NotNegative | None
     """Energy of all paid GPUs, without the rest of their nodes; None if one has no power data."""
     unknown_power: list[str]
     """GPUs without power data for a kind of work that they do."""

@@ -26,6 +26,7 @@ from streamrl.record.band import Band, ends_of, hull
 from streamrl.record.metrics import RATIOS
 from streamrl.report.run_tables import LABELS, format_figure
 from streamrl.runfile.formatting import band_text, format_share, format_step_time
+from streamrl.runfile.recorded_numbers import Number
 from streamrl.runfile.sweep import Axis
 from streamrl.sim.studies.results import StudyRow
 
@@ -56,10 +57,10 @@ METRICS = (*RATIOS, "mean_staleness", "dropped", *SHARES)
 class Spread(msgspec.Struct, frozen=True):
     """A metric over the seeds of one combination."""
 
-    median: float
-    least: float
+    median: Number
+    least: Number
     """The lowest end of the 95 % intervals of all seeds, if there are intervals."""
-    most: float
+    most: Number
     band: Band | None = None
     """The range in which it may truly be, with the model error, over all seeds; None if it is unknown."""
 

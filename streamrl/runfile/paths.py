@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,6 +71,11 @@ def with_paths(run: Run, paths: Mapping[str, str]) -> Run:
     for key, path in paths.items():
         run = _replaced(run, key.split("."), path)
     return run
+
+
+def absolute(paths: Mapping[str, str]) -> dict[str, str]:
+    """Return absolute paths by key, which do not depend on how the path of the run file was written."""
+    return {key: os.path.normpath(Path(path).absolute()) for key, path in paths.items()}
 
 
 def _path_in(key: str, value: str | None) -> str | None:
