@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,16 +197,35 @@ directory = SharedDirectory("owned")
 path = directory.path
 (path / "v000001").mkdir()
 (path / "v000001" / "bucket").write_bytes(bytes(1000))
+if sys.argv[1:] == ["unwatched"]:
+    directory._watchdog.kill()
+    directory._watchdog.wait()
 print(path, flush=True)
 time.sleep(60)
 """
+
+
+def test_the_weights_of_a_killed_owner_are_gone_at_once() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    path = Path((owner.stdout or sys.stdin).readline().strip())
+    try:
+        assert (path / "v000001" / "bucket").exists()
+    finally:
+        owner.kill()
+        owner.wait()
+    end = time.monotonic() + 20
+    while path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not path.exists()
 
 
 def test_what_a_killed_owner_leaves_is_gone_with_the_next_start_and_what_the_living_have_stays() -> (
     None
 ):
     owners = [
-        subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER, "unwatched"], stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +14,16 @@ from streamrl.executor.directory_lock import DirectoryLock, is_abandoned
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "streamrl-"
+WATCHDOG = 'trap "" HUP INT TERM; while read -r line; do :; done; rm -rf -- "$0"'
+"""Ends at the end of its input, which is the death of the owner and of all processes that have its pipe."""
 
 
 class SharedDirectory:
     """A new directory that only this user can open, in shared memory if the machine has it.
 
-    `remove` deletes it. If the owner dies first, the next owner on this machine deletes it: each new one removes
-    all directories without a living owner.
+    `remove` deletes it. If the owner dies first, a watchdog process deletes it: a shell that reads a pipe until its
+    writer, the owner, is gone. If the watchdog dies too, the next owner on this machine deletes it: each new one
+    removes all directories without a living owner.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,10 +44,21 @@ class SharedDirectory:
         self._lock = DirectoryLock(unlocked)
         self._lock.take()
         self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
+        self._watchdog = subprocess.Popen(
+            ("/bin/sh", "-c", WATCHDOG, str(self.path)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # signals of the terminal do not reach it
+        )
 
     def remove(self) -> None:
         """Remove the directory with its content; repeated calls do nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._watchdog.stdin is not None:
+            self._watchdog.stdin.close()
+        self._watchdog.kill()
+        self._watchdog.wait()
         self._lock.release()
 
 
