@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from streamrl.executor.chat_template import render
 from streamrl.runfile.errors import RepeatedKeyError, RunError, unique_keys
 from streamrl.runfile.reading import parse_json, read_text
 
@@ -107,8 +108,8 @@ def _of_template(tokenizer: Any, arguments: Mapping[str, object]) -> Iterator[in
     if not getattr(tokenizer, "chat_template", None):
         return
     try:
-        question = _rendered(tokenizer, TURN[:1], add_generation_prompt=True, **arguments)
-        whole = _rendered(tokenizer, TURN, add_generation_prompt=False, **arguments)
+        question = render(tokenizer, TURN[:1], add_generation_prompt=True, **arguments)
+        whole = render(tokenizer, TURN, add_generation_prompt=False, **arguments)
     except (TemplateError, TypeError, LookupError, ValueError):
         return
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -120,11 +121,6 @@ def _of_template(tokenizer: Any, arguments: Mapping[str, object]) -> Iterator[in
     )
     answer = whole[len(question) if shared is None else shared :]
     yield from [each for each in answer if each in special][-1:]
-
-
-def _rendered(tokenizer: Any, chat: tuple[dict[str, str], ...], **arguments: object) -> list[int]:
-    encoded = tokenizer.apply_chat_template(list(chat), return_dict=True, **arguments)
-    return list(encoded["input_ids"])
 
 
 def _shown(tokenizer: Any, ids: frozenset[int]) -> str:

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
 from streamrl.engine.presets import choose_system
+from streamrl.executor.chat_template import render
 from streamrl.executor.end_of_turn import TurnEnds
 from streamrl.executor.prompt_probe import read_probe
 from streamrl.executor.tokens import count_ids, decode_ids, encode_ids
@@ -290,12 +291,12 @@ def tokenize(
             yield added.of_prompt(list(tokenizer.encode(prompt)))
             continue
         try:
-            encoded = tokenizer.apply_chat_template(prompt, return_dict=True, **arguments)
+            ids = render(tokenizer, prompt, **arguments)
         except (TemplateError, TypeError, LookupError, ValueError) as error:
             line = source.line(at)
             text = f"{line}: the model's chat template does not accept the prompt: {error}"
             raise ValueError(text) from None
-        yield list(encoded["input_ids"])
+        yield ids
 
 
 class AddedTokens(NamedTuple):

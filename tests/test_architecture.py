@@ -171,7 +171,13 @@ ROOMS = (
     "sim.idle_replica",
     "sim.batch_generation",
     *("executor.libc", "executor.checksums", "executor.directory_lock"),
-    *("executor.adapter_layers", "executor.attention", "executor.pretrained", "executor.tokens"),
+    *(
+        "executor.adapter_layers",
+        "executor.attention",
+        "executor.chat_template",
+        "executor.pretrained",
+        "executor.tokens",
+    ),
     "executor.sampling",
     *("executor.prompt_probe", "executor.monitoring", "executor.roles", "executor.checkpoints"),
     *(

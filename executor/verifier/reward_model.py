@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, assert_never
 import msgspec
 import torch
 
+from streamrl.executor.chat_template import render
 from streamrl.executor.pretrained import load_reward_model
 from streamrl.executor.roles import Exchange, ModelScore, RewardRole
 from streamrl.executor.trainer.trainer_settings import DTYPES
@@ -110,10 +111,7 @@ class ScoringModel:
         return Read(ids, positions)
 
     def _chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        encoded = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=True
-        )
-        return list(encoded["input_ids"])
+        return render(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     def _fault(self, read: Read) -> ModelScore | None:
         """Return why the model cannot score an exchange; None if it can."""
