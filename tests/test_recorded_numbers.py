@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import inspect
 
 from streamrl.cli.report import blaming_figures
+from streamrl.record.run_comparison import Against
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
-from streamrl.sim.planner.plan import read_plan
+from streamrl.report.study_report import Combination
+from streamrl.sim.planner.plan import Plan, read_plan
 from tests.command_line import streamrl
 from tests.fuzzing import EXAMPLES
 from tests.report_directories import write_planned
@@ -101,3 +104,27 @@ def test_the_command_says_in_one_line_that_a_number_is_out_of_range(plan: Path) 
     done = streamrl("report", plan)
     assert done.returncode == 2 and "it names option 99" in done.stderr
     (plan / "plan.json").write_text(json.dumps(whole))
+
+
+def unlimited(kind: Any, place: str, seen: set[type]) -> Iterator[str]:
+    """Yield the place of each number in a type that has no range."""
+    if isinstance(kind, inspect.FloatType | inspect.IntType):
+        if kind.le is None or (kind.ge is None and kind.gt is None):
+            yield place
+    elif isinstance(kind, inspect.StructType):
+        fields = kind.fields if kind.cls not in seen else ()
+        seen.add(kind.cls)
+        for field in fields:
+            yield from unlimited(field.type, f"{kind.cls.__name__}.{field.encode_name}", seen)
+    else:
+        parts = [*getattr(kind, "types", ()), *getattr(kind, "item_types", ())]
+        parts += [
+            getattr(kind, name) for name in ("item_type", "value_type") if hasattr(kind, name)
+        ]
+        for part in parts:
+            yield from unlimited(part, place, seen)
+
+
+@pytest.mark.parametrize("kind", [Plan, Against, Combination])
+def test_each_number_of_a_recorded_file_has_a_range(kind: type) -> None:
+    assert not [*unlimited(inspect.type_info(kind), "", set())]

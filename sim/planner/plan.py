@@ -198,17 +198,17 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     resource: Resource
     what: str
     """The change, such as "48 more sandboxes"."""
-    units: float
+    units: NotNegative
     """Units that are added; 0 for a speed."""
-    step_time_ratio: float
+    step_time_ratio: NotNegative
     """Seconds of a step after the change, divided by those before."""
-    half_width: float | None
+    half_width: Number | None
     """Half the 95 % interval (sampling error) of the logarithm of the ratio; None if too few steps count."""
-    cost_ratio: float
+    cost_ratio: NotNegative
     """Dollars of a step after the change, divided by those before. It includes the price of the units."""
-    gain: float
+    gain: Number
     """Share of a step that is saved, divided by the relative change of the resource."""
-    break_even: float | None
+    break_even: Number | None
     """Dollars an hour at which one unit leaves the cost of a step unchanged; None for a speed."""
 
 

@@ -137,10 +137,10 @@ class PoolTotal(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxTotal(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU sandboxes of the whole run."""
 
-    sandboxes: int
-    hours: float
+    sandboxes: Count
+    hours: NotNegative
     """Sandbox-hours that are billed."""
-    dollars: float
+    dollars: NotNegative
 
 
 class WholeRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from streamrl.report.study_table import MetricTable, Spread, find, label_of, mak
 from streamrl.runfile.keys import read_value
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.reading import decode_json
+from streamrl.runfile.recorded_numbers import Count
 from streamrl.runfile.result_files import check_results, write_results
 from streamrl.runfile.sweep import Axis, Grid
 from streamrl.sim.studies.results import StudyRow
@@ -232,7 +233,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, str]
     """Value of every swept key."""
     label: str
-    place: tuple[int, ...]
+    place: tuple[Count, ...]
     """Its point on every axis."""
     metrics: dict[str, Spread]
 
