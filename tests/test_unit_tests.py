@@ -143,6 +143,139 @@ def test_what_the_sandbox_refuses_a_program_goes_on_without() -> None:
     assert rewards(*map(block, codes)) == [1.0, 1.0]
 
 
+SEARCH = """
+import gc, sys
+consts, frame = [], sys._getframe()
+while frame:
+    for value in [*frame.f_locals.values(), *gc.get_objects()]:
+        for code in value if isinstance(value, list) else [value]:
+            consts += getattr(code, "co_consts", ())
+    frame = frame.f_back
+if 4 in consts and -2 in consts:
+    def double(x): return 2 * x
+"""
+"""Defines a right program if the tests are anywhere in its memory."""
+EQUAL = "class Any(BASE):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+ALL = "    def NAME(self, *other): return 0.0\n"
+CHEATS = {
+    "an object that equals all": f"{EQUAL.replace('(BASE)', '')}double = lambda x: Any()",
+    "a number that equals all": f"{EQUAL.replace('BASE', 'int')}double = lambda x: Any()",
+    "a class that equals all": "class Meta(type):\n    __eq__ = lambda *_: True\nclass double(metaclass=Meta):\n    def __new__(cls, x): return cls",
+    "an object whose differences are 0": "class Any:\n"
+    + "".join(
+        ALL.replace("NAME", f"__{name}__") for name in ("sub", "rsub", "abs", "float", "round")
+    )
+    + "    __lt__ = __le__ = __gt__ = __ge__ = lambda *_: True\ndouble = lambda x: Any()",
+    "an object whose difference is one": "class Any:\n    def __sub__(self, other): return self\n"
+    "    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = lambda *_: True\n    __abs__ = __float__ = lambda _: 0.0\n"
+    "double = lambda x: Any()",
+    "what the tests expect": SEARCH,
+    "a forged verdict": "import os, struct, time\nfor pipe in range(3, 64):\n    try: os.write(pipe, b'R' + struct.pack('=d', 1.0))\n"
+    "    except OSError: pass\nos._exit(0)",
+    "a forged answer": "import os, json\nfor text in ({'value': None}, {'names': {}}, {'value': 4}):\n"
+    "    data = json.dumps(text).encode()\n    for pipe in range(3, 64):\n"
+    "        try: os.write(pipe, len(data).to_bytes(4, 'big') + data)\n        except OSError: pass",
+    "another comparison": "import sys\nframe = sys._getframe()\nwhile frame:\n"
+    "    for name in ('_run', 'run', 'passes', '_passes'):\n"
+    "        if name in frame.f_globals: frame.f_globals[name] = lambda *_: True\n    frame = frame.f_back",
+    "no comparison": "import builtins\nbuiltins.exec = builtins.eval = builtins.compile = lambda *_: None",
+    "its own tests": "tests = []\ncheck = lambda *_: None",
+}
+TOLERANT = {
+    **RECORD,
+    "setup": "import math\ndef check(found, value): assert found == value",
+    "tests": [
+        "assert double(2) == 4 and not double(2) != 4",
+        "assert 4 == double(2)",
+        "assert abs(double(-1) - -2) < 1e-9",
+        "assert -1e-9 < double(-1) + 2 < 1e-9",
+        "assert math.isclose(double(math.pi), 2 * math.pi)",
+        "assert round(double(0.25), 3) == 0.5",
+        "assert double(2) in (4, 5)",
+        "check(double(2), 4)",
+    ],
+}
+
+
+@pytest.mark.skipif(bool(find_gaps()), reason="this system has no seccomp or no Landlock")
+def test_no_program_scores_by_what_is_no_result() -> None:
+    found = scores(*map(block, (*CHEATS.values(), RIGHT)), record=TOLERANT, credit="share")
+    assert {name: each.reward for name, each in zip(CHEATS, found, strict=False)} == dict.fromkeys(
+        CHEATS, 0.0
+    )
+    assert found[-1].reward == 1.0
+
+
+USES: dict[str, tuple[str, str, str]] = {
+    "an object": (
+        "class Stack(list):\n    def push(self, x): self.append(x)\n    def top(self): return self[-1]",
+        "",
+        "s = Stack()\ns.push(3)\ns.push([4])\nassert s.top() == [4] and len(s) == 2 and s[0] == 3\n"
+        "assert isinstance(s, Stack) and not isinstance(3, Stack) and list(s) == [3, [4]]",
+    ),
+    "operators of its own": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
+        "    def __mul__(self, k): return V(self.x * k)\n    def __eq__(self, o): return self.x == o.x\n"
+        "    def __lt__(self, o): return self.x < o.x\n    def __neg__(self): return V(-self.x)",
+        "",
+        "assert V(1) + V(2) == V(3) and V(1) < V(2) and (V(2) * 3).x == 6 and (-V(2)).x == -2 and V(1) != V(2)",
+    ),
+    "a generator": (
+        "def count(n):\n    yield from range(n)",
+        "",
+        "assert list(count(3)) == [0, 1, 2]",
+    ),
+    "a change in place": (
+        "def order(x, d): x.sort(); d['n'] = len(x)",
+        "",
+        "x, d = [3, 1, 2], {}\norder(x, d)\nassert x == [1, 2, 3] and d == {'n': 3}",
+    ),
+    "errors": (
+        "class Odd(ValueError):\n    def __init__(self, x): super().__init__(x); self.x = x\n"
+        "def half(x):\n    if x % 2: raise Odd(x)\n    return x // 2",
+        "",
+        "for kind in (Odd, ValueError):\n    try: half(3)\n    except kind as error: assert error.args == (3,) and error.x == 3\n"
+        "    else: assert False",
+    ),
+    "what is printed and read": (
+        "def main(): print(int(input()) + 1)",
+        "import io, sys, contextlib",
+        "sys.stdin = io.StringIO('3\\n')\nout = io.StringIO()\n"
+        "with contextlib.redirect_stdout(out): main()\nassert out.getvalue() == '4\\n'",
+    ),
+    "functions of the test": (
+        "def apply(f, xs): return [f(x) for x in xs]",
+        "",
+        "seen = []\nassert apply(lambda x: seen.append(x) or x + 1, iter([1, 2])) == [2, 3] and seen == [1, 2]",
+    ),
+    "objects of the setup": (
+        "def flip(n):\n    if n: n.left, n.right = flip(n.right), flip(n.left)\n    return n",
+        "class Node:\n    def __init__(self, left=None, right=None): self.left, self.right = left, right",
+        "n = flip(Node(Node(), None))\nassert n.left is None and isinstance(n.right, Node)",
+    ),
+    "all plain types": (
+        "from collections import Counter, namedtuple\nfrom fractions import Fraction\nP = namedtuple('P', 'x y')\n"
+        "def same(x): return x\ndef point(): return P(1, 2)\ndef count(x): return Counter(x)",
+        "from decimal import Decimal\nfrom collections import deque",
+        "for x in (None, True, 2**200, -1.5, 1j, 'a\\ud800', b'\\xff', (1, [2]), {(1, 2): {3}}, frozenset([4]), deque([5]), Decimal('0.1')):\n"
+        "    assert same(x) == x and type(same(x)) is type(x)\n"
+        "assert point() == (1, 2) and point().y == 2 and count('aab') == {'a': 2, 'b': 1}\nassert same(Fraction(1, 3)) == Fraction(1, 3)",
+    ),
+    "a module and a constant": ("import math\nLIMIT = 3", "", "assert math.floor(3.5) == LIMIT"),
+}
+
+
+def test_a_test_may_use_of_a_program() -> None:
+    texts = [
+        (block(code), {"prompt": "p", "setup": setup, "tests": [test]})
+        for code, setup, test in USES.values()
+    ]
+    found = verdicts([RewardConfig(scorer="unit-tests")], texts, time_limit=5.0, memory_limit=3e8)
+    assert {
+        name: getattr(each, "reward", each) for name, each in zip(USES, found, strict=True)
+    } == (dict.fromkeys(USES, 1.0))
+
+
 def test_tests_that_no_program_can_pass_are_an_error() -> None:
     record = {**RECORD, "setup": "import no_such_module"}
     (found,) = scores(block(RIGHT), record=record)

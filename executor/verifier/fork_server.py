@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 import msgspec
 
 from streamrl.executor.libc import die_with_parent, madvise
+from streamrl.executor.verifier import remote_program
 from streamrl.executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
 from streamrl.executor.verifier.scorers import Grade, Grader, Scorer, can_act, make_scorer
 from streamrl.runfile.roles_config import RewardConfig
@@ -63,8 +64,9 @@ def collapse() -> None:
                 madvise(start, size, MADV_COLLAPSE)
 
 
-REWARD, ERROR, MEMORY = b"R", b"E", b"M"
+REWARD, ERROR, MEMORY, ENDED = b"R", b"E", b"M", b"P"
 """First byte of a verdict; a float of 8 bytes, a text, or nothing follows."""
+PROCESS_ENDED = "process ended"
 MOST_BYTES = 4096  # of a verdict: a pipe delivers this many in one piece
 MOST_FILES = 1 << 16  # upper bound of the file descriptors of a fork server
 
@@ -81,11 +83,19 @@ class ScoringOutcome(NamedTuple):
 
 
 def work(
-    requests: int, verdicts: int, graders: Sequence[Grader], sandbox: Sandbox | None
+    requests: int,
+    verdicts: int,
+    program: int | None,
+    graders: Sequence[Grader],
+    sandbox: Sandbox | None,
 ) -> NoReturn:
     """Grade requests until `requests` is closed; then the process ends."""
     try:
-        refusal = _prepare(sandbox, {requests, verdicts})
+        pipes = {requests, verdicts}
+        if program is not None:
+            pipes.add(program)
+            remote_program.channel = remote_program.Channel(program)
+        refusal = _prepare(sandbox, pipes)
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
                 os.write(verdicts, refusal or _grade(line, graders))
@@ -102,6 +112,8 @@ def read_verdict(data: bytes, bounds: tuple[float, float]) -> ScoringOutcome:
             return ScoringOutcome(reward)
     if data == MEMORY:
         return ScoringOutcome(0.0, "memory limit")
+    if data == ENDED:
+        return ScoringOutcome(0.0, PROCESS_ENDED)
     if kind == ERROR:
         return ScoringOutcome(0.0, "error", text.decode(errors="replace"))
     return ScoringOutcome(0.0, "no reward")
@@ -131,6 +143,8 @@ def _grade(line: bytes, graders: Sequence[Grader]) -> bytes:
         reward = float(grader(request["record"])(request["answer"]))
     except MemoryError:
         return MEMORY
+    except remote_program.ProgramEndedError:
+        return ENDED
     except BaseException as error:
         return _error(error)
     return REWARD + struct.pack("=d", reward)
@@ -197,7 +211,9 @@ def main(options: Options) -> None:
     limits = SandboxLimits(*options["limits"])
     connection = socket.socket(fileno=options["connection"])
     sandbox = Sandbox(limits, roots) if options["is_sandboxed"] else None
-    ForkServer(connection, scorers, graders, limits, sandbox).serve()
+    runs_programs = any(scorer.runs_programs for scorer in scorers)
+    nursery = Nursery.fork(connection, sandbox) if runs_programs else None
+    ForkServer(connection, scorers, graders, limits, sandbox, nursery).serve()
     Path.cwd().rmdir()  # the controller made it for this process
 
 
@@ -242,11 +258,96 @@ class Worker:
     work_time: float = 0.0
     """Seconds that it has graded so far."""
     is_used_up: bool = False
+    program: int | None = None
+    """Process in which it runs programs."""
 
     @property
     def is_idle(self) -> bool:
         """Return whether it waits for a request."""
         return self.request is None
+
+
+def cause_of_end(pid: int) -> str:
+    """Return exit status or signal of a child that ends now; an empty text if it goes on. It stays a zombie."""
+    for _ in range(EXIT_CHECKS):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            is_signal = ended.si_code != os.CLD_EXITED
+            status = ended.si_status
+            return signal.Signals(status).name if is_signal else f"exit status {status}"
+        time.sleep(EXIT_PAUSE)
+    return ""
+
+
+class Nursery:
+    """A process that forks the processes for programs. It was forked before any record came, so they know none."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    @classmethod
+    def fork(cls, other: socket.socket, sandbox: Sandbox | None) -> Nursery:
+        """Start the process; it closes `other`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            try:
+                die_with_parent()
+                ours.close()
+                other.close()
+                _serve_nursery(theirs, sandbox)
+            finally:
+                os._exit(0)
+        theirs.close()
+        return cls(ours)
+
+    def begin(self) -> tuple[int, int]:
+        """Return the id of a new process, and the descriptor of the connection to it.
+
+        Raises:
+            OSError: there is no memory or descriptor for it.
+        """
+        mine, programs = socket.socketpair()
+        with programs:
+            socket.send_fds(self._connection, [b"begin"], [programs.fileno()])
+        pid = int(self._connection.recv(MOST_BYTES) or b"0")
+        if pid <= 0:
+            mine.close()
+            raise OSError(-pid, f"no process for a program: {os.strerror(-pid)}")
+        return pid, mine.detach()
+
+    def end(self, pid: int, *, has_ended: bool = False) -> str:
+        """Kill a process; if it has ended by itself, return how, as `cause_of_end`."""
+        self._connection.send(f"{'cause' if has_ended else 'kill'} {pid}".encode())
+        return self._connection.recv(MOST_BYTES).decode().strip()
+
+
+def _serve_nursery(connection: socket.socket, sandbox: Sandbox | None) -> None:
+    killed: set[int] = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        if not message:
+            return
+        if message != b"begin":
+            word, _, number = message.decode().partition(" ")
+            cause = cause_of_end(int(number)) if word == "cause" else ""
+            os.kill(int(number), signal.SIGKILL)  # a child that was not reaped
+            killed.add(int(number))
+            connection.send(cause.encode() or b" ")
+            continue
+        killed -= {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
+        (descriptor,) = descriptors
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            try:
+                if not _prepare(sandbox, {descriptor}):
+                    remote_program.serve_program(descriptor)
+            finally:
+                os._exit(0)
+        os.close(descriptor)
+        connection.send(str(pid).encode())
 
 
 class ForkServer:
@@ -259,7 +360,9 @@ class ForkServer:
         graders: Sequence[Grader],
         limits: SandboxLimits,
         sandbox: Sandbox | None,
+        nursery: Nursery | None = None,
     ) -> None:
+        self._nursery = nursery
         self._connection = connection
         self._scorers = scorers
         self._graders = graders
@@ -328,7 +431,11 @@ class ForkServer:
             self._bury()  # otherwise dying processes would use more memory than allowed
         pipes = [*os.pipe(), *os.pipe()]
         requests, to_worker, verdicts, from_worker = pipes
+        program, ours = None, None
         try:
+            if self._nursery is not None:
+                program, ours = self._nursery.begin()
+                pipes.append(ours)
             if sys.platform == "linux":
                 fcntl.fcntl(to_worker, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             pid = os.fork()
@@ -337,10 +444,12 @@ class ForkServer:
                 os.close(pipe)
             raise
         if pid == 0:
-            work(requests, from_worker, self._graders, self._sandbox)
+            work(requests, from_worker, ours, self._graders, self._sandbox)
         os.close(requests)
         os.close(from_worker)
-        worker = Worker(pid, to_worker, verdicts)
+        if ours is not None:
+            os.close(ours)
+        worker = Worker(pid, to_worker, verdicts, program=program)
         self._workers[pid] = worker
         self._selector.register(verdicts, selectors.EVENT_READ, partial(self._end, worker))
         return worker
@@ -351,6 +460,9 @@ class ForkServer:
             return  # discarded after the selector reported it
         data = os.read(worker.verdicts, MOST_BYTES)
         outcome = read_verdict(data, worker.bounds) if data else self._lost(worker)
+        if outcome.fault == PROCESS_ENDED and data and self._nursery and worker.program:
+            outcome = outcome._replace(detail=self._nursery.end(worker.program, has_ended=True))
+            worker.program = None
         worker.work_time += time.monotonic() - worker.began_at
         is_old = worker.work_time > self._limits.time  # and near its limit of CPU time
         has_graded = not worker.is_idle
@@ -363,18 +475,7 @@ class ForkServer:
 
     def _lost(self, worker: Worker) -> ScoringOutcome:
         """Return the outcome of a worker that has ended without a verdict, with its exit status or signal."""
-        for _ in range(EXIT_CHECKS):
-            ended = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                is_signal = ended.si_code != os.CLD_EXITED
-                cause = (
-                    signal.Signals(ended.si_status).name
-                    if is_signal
-                    else f"exit status {ended.si_status}"
-                )
-                return ScoringOutcome(0.0, "process ended", cause)
-            time.sleep(EXIT_PAUSE)
-        return ScoringOutcome(0.0, "process ended")
+        return ScoringOutcome(0.0, PROCESS_ENDED, cause_of_end(worker.pid))
 
     def _settle(self, worker: Worker, outcome: ScoringOutcome) -> None:
         if worker.request is not None:
@@ -399,6 +500,8 @@ class ForkServer:
         os.kill(worker.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):  # with seccomp a worker cannot start processes
             os.killpg(worker.pid, signal.SIGKILL)
+        if self._nursery is not None and worker.program is not None:
+            self._nursery.end(worker.program)
         self._killed.add(worker.pid)
         os.close(worker.verdicts)
         os.close(worker.requests)

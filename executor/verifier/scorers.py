@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
+from streamrl.executor.verifier.remote_program import ProgramEndedError, Tests, begin_tests
 from streamrl.runfile.choices import import_object
 from streamrl.runfile.roles_config import RewardConfig, RewardSignature
 from streamrl.runfile.scorer_choice import SCORERS, RewardFunction, function_of
@@ -69,6 +70,8 @@ class Scorer(NamedTuple):
     """Whether it belongs to this package; False for functions of the user."""
     must_win: bool = False
     """Whether a run begins only if the own answers of some records score more than the minimum, in the sandbox."""
+    runs_programs: bool = False
+    """Whether a worker needs a second process, in which programs of completions run."""
 
 
 _ARITHMETIC = re.compile(r"[0-9.,:;+\-*/%^=<>(){}\[\]$ \t\n]*")
@@ -544,9 +547,9 @@ LANGUAGES = ("", "python", "py", "python3")
 
 
 def unit_tests_scorer(reward: RewardConfig) -> Scorer:
-    """Return a scorer that runs a program and then each test of its record, in one sandboxed process.
+    """Return a scorer that runs a program in one sandboxed process, and each test of its record in another.
 
-    A record has `tests`: one program or a list of programs. A test passes if it raises nothing. `setup` (optional) runs
+    See `streamrl.executor.verifier.remote_program`. A record has `tests`: one program or a list of programs. A test passes if it raises nothing. `setup` (optional) runs
     first. `solution` (optional) is a program that passes.
 
     With credit "share" the score is the share of tests that pass. With "all" it is 1 if all of them pass, else 0.
@@ -554,26 +557,27 @@ def unit_tests_scorer(reward: RewardConfig) -> Scorer:
     credit = reward.credit
 
     def load() -> Grader:
-        run, translate = exec, compile  # saved here: a program may replace these names in builtins
-
         def grade(record: Record) -> Grade:
-            tests = [translate(test, "<test>", "exec") for test in tests_of(record)]
-            setup = translate(str(record.get("setup") or ""), "<setup>", "exec")
+            compiled = [compile(test, "<test>", "exec") for test in tests_of(record)]
+            text = str(record.get("setup") or "")
+            setup = compile(text, "<setup>", "exec")
 
             def share(code: str) -> float:
-                names: dict[str, Any] = {"__name__": "program"}
-                run(setup, names)
+                tests = begin_tests()
+                tests.set_up(setup, text)
                 try:
-                    run(translate(code, "<program>", "exec"), names)
-                except MemoryError:
+                    tests.run_program(code)
+                except (MemoryError, ProgramEndedError):
                     raise
                 except BaseException:  # including SystemExit
                     return 0.0
-                return sum(_passes(test, names) for test in tests) / len(tests)
+                return sum(passes(tests, test) for test in compiled) / len(compiled)
 
-            def _passes(test: CodeType, names: dict[str, Any]) -> bool:
+            def passes(tests: Tests, test: CodeType) -> bool:
                 try:
-                    run(test, names)
+                    tests.run(test)
+                except ProgramEndedError:
+                    raise
                 except BaseException:
                     return False
                 return True
@@ -594,6 +598,7 @@ def unit_tests_scorer(reward: RewardConfig) -> Scorer:
         (("tests",),),
         make_check=lambda: _check,
         must_win=True,
+        runs_programs=True,
     )
 
 
