@@ -13,6 +13,7 @@
 #   make test-ray        Ray clusters of several nodes on this machine, in the same environment
 #   make test-trl        losses and gradients against TRL's, in an environment of its own
 #   make test-exports    exported scripts against the parsers of verl and OpenRLHF, in an environment of its own
+#   make test-environments  environments of the verifiers package and an MCP server, in an environment of its own
 #   make test-wheel      the wheel, installed beside PyPI's `executor`
 #   make fuzz            damaged and random inputs, new ones each time; FUZZ_EXAMPLES=N a test (default 1,000)
 #   make mutants         small faults in the code, one at a time: does a test catch each?
@@ -59,6 +60,7 @@ READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
 EXPORTS := build/exports
+ENVIRONMENTS := build/environments
 DOCS := build/docs
 DEMO := build/demo
 # An idle worker steals half of another's tests. Many tests wait, so three workers keep two cores busy.
@@ -77,7 +79,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-environments test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -139,6 +141,9 @@ test-fsdp2: $(READY)
 
 test-exports: $(EXPORTS)/.ready
 	$(EXPORTS)/bin/python -m pytest -m exports tests/test_export_parsers.py
+
+test-environments: $(ENVIRONMENTS)/.ready
+	$(ENVIRONMENTS)/bin/python -m pytest -m environments tests/test_verifiers_environments.py
 
 test-wheel: $(READY)
 	rm -rf build/wheel
@@ -270,6 +275,13 @@ $(EXPORTS)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(EXPORTS)
 	$(EXPORTS)/bin/python -m $(PIP_INSTALL) --editable . pytest hydra-core omegaconf
 	$(EXPORTS)/bin/python -m $(PIP_INSTALL) --no-deps verl==0.9.1 openrlhf==0.11.0
+	touch $@
+
+# Version 0.1 of verifiers is the last one with ToolEnv and MultiTurnEnv. A run with such an environment needs torch too.
+$(ENVIRONMENTS)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(ENVIRONMENTS)
+	$(ENVIRONMENTS)/bin/python -m $(PIP_INSTALL) $(TORCH)
+	$(ENVIRONMENTS)/bin/python -m $(PIP_INSTALL) --editable '.[executor]' hypothesis pytest mcp verifiers==0.1.14
 	touch $@
 
 # vLLM also asks for torchvision, torchaudio and torchcodec. Their builds need CUDA, and text needs none of them.

@@ -9,7 +9,8 @@ An environment is an object of any class with these methods:
 | `close()`      | nothing; optional                                                                    |
 
 An observation is a text, or a list of chat messages. With a chat template, a text becomes a message of the user.
-Optional attributes: `tools`, the JSON schemas of tools for the chat template; `close`.
+Optional attributes: `tools`, the JSON schemas of tools for the chat template. `prepare`, a class method that is called
+once with the arguments, before workers exist: it may import what the sandbox would not allow.
 
 The data flow of one action:
 
@@ -21,6 +22,8 @@ The data flow of one action:
 - `session.py`: one environment in its worker process, seen from the controller.
 - `host.py`: the process that imports the class once and forks a sandboxed worker for each episode.
 - `observation_tokens.py`: token ids of observations, by the model's chat template.
+- `registry.py`: the class of a name. `retry.py`, `http_environments.py`,
+  `verifiers_environments.py`: environments of this package.
 - `tool_calls.py`: find tool calls in a turn. `tools.py`: the environment that executes them. `mcp_client.py`: tools of
   MCP servers.
 

@@ -85,6 +85,8 @@ def main(options: Options) -> None:
     before = readable_roots()
     try:
         kind = find_class(options["implementation"])
+        if hasattr(kind, "prepare"):
+            kind.prepare(**options["arguments"])
         tools = list(_described(kind, options["arguments"]))
     except (Exception, SystemExit) as error:
         _say(connection, {"fault": _text_of(error), "tools": []})

@@ -23,6 +23,7 @@ from streamrl.executor.environment.tool_calls import FORMATS, format_of
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.verifier.fork_server import ENVIRONMENT
 from streamrl.executor.verifier.fork_server_process import CLOSE_TIME
+from streamrl.runfile.environment_choice import ENVIRONMENTS
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.scorer_choice import file_of, with_file
@@ -270,7 +271,7 @@ def with_tool_format(config: EnvironmentConfig, tokenizer: Any) -> EnvironmentCo
     Raises:
         RunError: the chat template describes none.
     """
-    if not config.tools or config.tool_format != "auto":
+    if not reads_calls(config) or config.tool_format != "auto":
         return config
     found = format_of(getattr(tokenizer, "chat_template", None))
     if found is None:
@@ -292,11 +293,16 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def _arguments_of_tools(config: EnvironmentConfig) -> dict[str, Any]:
-    """Return the arguments of the environment "tools"."""
-    if not config.tools:
-        return {}
+    """Return the arguments of an environment that reads tool calls."""
     names = [_with_absolute_file(each) for each in config.tools]
-    return {"functions": names, "tool_format": config.tool_format}
+    functions = {"functions": names} if names else {}
+    return functions | ({"tool_format": config.tool_format} if reads_calls(config) else {})
+
+
+def reads_calls(config: EnvironmentConfig) -> bool:
+    """Return whether an environment of this package reads tool calls."""
+    chosen = ENVIRONMENTS.get(str(config.implementation))
+    return chosen is not None and chosen.reads_calls
 
 
 def _with_absolute_file(value: str) -> str:

@@ -98,6 +98,14 @@ def _check_implementation(config: EnvironmentConfig) -> None:
         if argument not in config.arguments:
             text = f"environment.arguments.{argument} is missing: {key} {name!r} needs it"
             raise RunError("environment.arguments", None, text=text, others=(key,))
+    if chosen is not None and chosen.has_one_episode:
+        for own, value, must in (
+            ("sandboxes", config.sandboxes, 1),
+            ("scores_in_sandbox", config.scores_in_sandbox, True),
+        ):
+            if value != must:
+                text = f"environment.{own} must be {str(must).lower()} for {key} {name!r}: its server has one episode at a time"
+                raise RunError(f"environment.{own}", value, OneOf([must]), text, (key,))
     if chosen is not None and chosen.uses_network and config.sandbox:
         text = f"environment.sandbox must be false for {key} {name!r}, which uses the network"
         raise RunError("environment.sandbox", True, OneOf([False]), text)

@@ -19,13 +19,35 @@ class EnvironmentChoice(NamedTuple):
     """Arguments that it must have."""
     has_tools: bool = False
     """Whether it needs `environment.tools`."""
+    reads_calls: bool = False
+    """Whether it reads tool calls, in `environment.tool_format`."""
     uses_network: bool = False
     """Whether it cannot run in the sandbox."""
+    has_one_episode: bool = False
+    """Whether it can run only one episode at a time."""
 
 
 ENVIRONMENTS: dict[str, EnvironmentChoice] = {
     "tools": EnvironmentChoice(
-        "streamrl.executor.environment.tools:ToolEnvironment", has_tools=True
+        "streamrl.executor.environment.tools:ToolEnvironment", has_tools=True, reads_calls=True
+    ),
+    "reasoning-gym": EnvironmentChoice("streamrl.executor.environment.retry:Retry"),
+    "verifiers": EnvironmentChoice(
+        "streamrl.executor.environment.verifiers_environments:VerifiersEnvironment",
+        ("environment",),
+        reads_calls=True,
+    ),
+    "openenv": EnvironmentChoice(
+        "streamrl.executor.environment.http_environments:OpenEnv",
+        ("endpoint",),
+        uses_network=True,
+        has_one_episode=True,
+    ),
+    "nemo-gym": EnvironmentChoice(
+        "streamrl.executor.environment.http_environments:NemoGym",
+        ("endpoint",),
+        reads_calls=True,
+        uses_network=True,
     ),
 }
 

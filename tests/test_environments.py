@@ -1,0 +1,138 @@
+"""Environments of this package: another attempt after a wrong answer, and servers with OpenEnv's and NeMo Gym's protocols."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from streamrl.executor.environment.http_environments import NemoGym, OpenEnv
+from streamrl.executor.environment.retry import Retry
+from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import make_run
+from tests.runs import make_table
+
+
+def test_a_wrong_answer_is_answered_with_feedback_and_costs_reward() -> None:
+    retry = Retry(attempts=3, feedback="not {answer}; {prompt}", scorer="exact")
+    retry.reset({"prompt": "2+2=", "answer": "4"})
+    assert retry.step("5") == ("not 5; 2+2=", 0.0, False)
+    assert retry.step("4") == (None, 0.5, True)
+
+
+def test_the_last_attempt_ends_the_episode() -> None:
+    retry = Retry(attempts=2, scorer="exact")
+    retry.reset({"prompt": "2+2=", "answer": "4"})
+    assert retry.step("5")[2] is False
+    assert retry.step("6") == (None, 0.0, True)
+
+
+class Server(BaseHTTPRequestHandler):
+    """Both protocols: OpenEnv's echoes, and NeMo Gym's has one tool and a session for each cookie."""
+
+    sessions: ClassVar[dict[str, Any]] = {}
+    num_steps = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer, cookie = self.answer(body), self.headers.get("Cookie")
+        self.send_response(200)
+        if cookie is None:
+            self.send_header("Set-Cookie", f"session={len(Server.sessions)}")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def answer(self, body: dict[str, Any]) -> Any:
+        match self.path:
+            case "/reset":
+                Server.num_steps = 0
+                return {"observation": {"echoed": "hello", "n": 0}, "reward": None, "done": False}
+            case "/step":
+                Server.num_steps += 1
+                told = {"echoed": body["action"]["message"], "n": Server.num_steps}
+                return {"observation": told, "reward": 0.25, "done": Server.num_steps == 2}
+            case "/seed_session":
+                Server.sessions[f"session={len(Server.sessions) + 1}"] = body["answer"]
+                return {}
+            case "/lookup":
+                return {"found": Server.sessions["session=1"], "key": body["key"]}
+            case _:
+                return {"reward": self.verified(body)}
+
+    def verified(self, body: dict[str, Any]) -> float:
+        """Check the whole request, and return 1 if the last message has the answer."""
+        called, told, message = body["response"]["output"]
+        assert body["responses_create_params"] == {"input": [{"role": "user", "content": "q"}]}
+        assert (called["name"], called["arguments"]) == ("lookup", '{"key": "a"}')
+        assert told["type"] == "function_call_output" and told["call_id"] == called["call_id"]
+        return float(message["content"][0]["text"] == body["answer"])
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """URL of a local server."""
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_openenv_server_is_reset_and_stepped(endpoint: str) -> None:
+    environment = OpenEnv(endpoint, observation_field="echoed")
+    assert environment.reset({}) == "hello"
+    assert environment.step("one") == ("one", 0.25, False)
+    assert environment.step("two") == ("two", 0.25, True)
+    whole = OpenEnv(endpoint)
+    assert whole.reset({}) is None
+    assert whole.step("x")[0] == '{"echoed": "x", "n": 1}'
+
+
+def test_a_nemo_gym_server_has_tools_and_verifies_the_episode(
+    endpoint: str, tmp_path: Path
+) -> None:
+    parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
+    schema = {"type": "function", "name": "lookup", "parameters": parameters}
+    (tmp_path / "tools.json").write_text(json.dumps([schema]))
+    environment = NemoGym(endpoint, "llama", str(tmp_path / "tools.json"))
+    assert environment.tools[0]["function"]["name"] == "lookup"
+    asked = {"input": [{"role": "user", "content": "q"}]}
+    environment.reset({"responses_create_params": asked, "answer": "42"})
+    messages, reward, is_over = environment.step('{"name": "lookup", "parameters": {"key": "a"}}')
+    assert messages is not None and messages[0]["content"] == '{"found": "42", "key": "a"}'
+    assert (reward, is_over) == (0.0, False)
+    assert environment.step("42") == (None, 1.0, True)
+
+
+AT = {"arguments": {"endpoint": "http://localhost"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"implementation": "openenv", **AT}, "environment.sandboxes must be 1 for .* 'openenv'"),
+        (
+            {"implementation": "openenv", "sandboxes": 1, **AT},
+            "environment.scores_in_sandbox must be true",
+        ),
+        ({"implementation": "nemo-gym", **AT}, "environment.sandbox must be false"),
+        (
+            {"implementation": "nemo-gym", "sandbox": False},
+            "environment.arguments.endpoint is missing",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused(changes: dict[str, Any], message: str) -> None:
+    table = make_table({"environment": {"max_turns": 2, "max_context": 4096, **changes}})
+    with pytest.raises(RunError, match=message):
+        make_run(table)
