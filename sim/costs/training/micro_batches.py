@@ -98,15 +98,16 @@ def _best_fit(lengths: Sequence[int], trainer: TrainerConfig) -> list[list[int]]
     """Return the rollouts of each micro-batch."""
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # tokens of room and place in `bins`, by room
+    least = min(lengths, default=0)
     for length in sorted(lengths, reverse=True):
         at = bisect_left(open_bins, (length, 0))
         if at < len(open_bins):
             room, place = open_bins.pop(at)
+            bins[place].append(length)
         else:
             room, place = trainer.max_tokens_per_pass, len(bins)
-            bins.append([])
-        bins[place].append(length)
-        if len(bins[place]) < trainer.micro_batch:
+            bins.append([length])
+        if room - length >= least and len(bins[place]) < trainer.micro_batch:
             insort(open_bins, (room - length, place))
     return bins
 
