@@ -34,7 +34,7 @@ class StepTrace(Trace):
             decode=costs.decode_yields(run.rollout.admission),
             is_endless=is_endless,
         )
-        self.steps = LeaderSteps(run.environment is not None)
+        self.steps = LeaderSteps(run.environment is not None, run.evaluation)
         self._readers = dict.fromkeys(self.steps.reads, self.steps.record)
 
 

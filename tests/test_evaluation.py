@@ -25,6 +25,8 @@ from streamrl.engine.messages import (
     TrainerLost,
 )
 from streamrl.engine.trace import replay
+from streamrl.record.attribution import attribute
+from streamrl.sim.steady_state import measure_steady
 from streamrl.sim.world import SimWorld, simulate
 from tests.runs import Script, checked_world, done, of, singles, small_run
 
@@ -242,3 +244,35 @@ def test_training_has_the_same_lengths_with_and_without_evaluations() -> None:
         return {each.rollout: each.tokens for each in ends if each.finish != "aborted"}
 
     assert lengths({}) == lengths({"evaluation": HELD_OUT})
+
+
+# Seconds and dollars ------------------------------------------------------------------------------
+
+
+def test_seconds_of_evaluations_belong_to_no_step_and_to_the_whole_run() -> None:
+    changes = {"policies.system": "stream-sync", "algorithm.steps": 60}
+    table = {**HELD_OUT, "every": 20}
+    without, waits = (
+        measure_steady(small_run({**changes, **more})) for more in ({}, {"evaluation": table})
+    )
+    assert waits.step_time == pytest.approx(without.step_time, rel=0.02)
+    assert waits.evaluation_time > 0
+    whole, before = waits.whole_run, without.whole_run
+    assert whole is not None and before is not None
+    assert whole.num_evaluations == 4  # 0, 20, 40, 60
+    assert whole.evaluation_time == pytest.approx(4 * waits.evaluation_time)
+    more = whole.seconds - before.seconds
+    assert more == pytest.approx(whole.evaluation_time, rel=0.2)
+    assert whole.evaluation_dollars == pytest.approx(
+        whole.evaluation_time * waits.cost_per_step / waits.step_time, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("system", ["stream-sync", "stream-async", "colocated"])
+def test_gpu_seconds_of_evaluations_are_attributed(system: str) -> None:
+    run = small_run({"policies.system": system, "evaluation": HELD_OUT})
+    found = attribute(simulate(run))
+    assert sum(found.busy.values()) + sum(found.idle.values()) == pytest.approx(1)
+    assert found.busy["evaluate"] > 0 and found.idle["evaluation"] > 0
+    plain = attribute(simulate(small_run({"policies.system": system})))
+    assert plain.busy["evaluate"] == plain.idle["evaluation"] == 0

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from streamrl.engine.engine import Engine, Policy
 from streamrl.engine.entities import WaitingRollouts
 from streamrl.engine.environments import Environments
@@ -377,7 +379,8 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         evaluations=None
         if run.evaluation is None
         else Evaluations(
-            run.evaluation,
+            # a run that is simulated in parts times at least the first evaluation
+            replace(run.evaluation, before=True) if is_endless else run.evaluation,
             ENDLESS if is_endless else run.algorithm.steps,
             run.policies.max_attempts,
         ),

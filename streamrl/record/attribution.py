@@ -2,7 +2,8 @@
 
 Decode seconds that full batches would not need are "underfilled": they count as busy, but they are
 wasted (`streamrl.record.decode_efficiency`). So does "recomputed-prefix": the prefill of a context
-that was evicted from the prefix cache between two turns of an episode.
+that was evicted from the prefix cache between two turns of an episode. "evaluate" is generation on
+held-out prompts by a replica that generates nothing for training meanwhile.
 
 | cause        | who waits                  | for                                                     |
 |--------------|----------------------------|---------------------------------------------------------|
@@ -22,6 +23,7 @@ that was evicted from the prefix cache between two turns of an episode.
 | verifier     | replica, trainer           | rewards, while the trainer is idle                      |
 | checkpoint   | trainer                    | the disk                                                |
 | backpressure | replica                    | space for finished rollouts                             |
+| evaluation   | replica, trainer, verifier | an evaluation on held-out prompts, while training waits |
 | wind-down    | replica, verifier          | the end of the run: all prompts are drawn (off-policy)  |
 |              | secondary trainer          | the end of the run: no groups are left for it           |
 
@@ -57,7 +59,8 @@ from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, Verifier
 
 UNDERFILLED, RECOMPUTED = "underfilled", "recomputed-prefix"
 TOOL, ENVIRONMENT_START = "tool", "environment-start"
-BUSY = ("prefill", RECOMPUTED, "decode", UNDERFILLED, "score", "train", "verify")
+EVALUATE, EVALUATION = "evaluate", "evaluation"
+BUSY = ("prefill", RECOMPUTED, "decode", UNDERFILLED, EVALUATE, "score", "train", "verify")
 IDLE = (
     "start-up",
     "failure",
@@ -70,6 +73,7 @@ IDLE = (
     "verifier",
     "checkpoint",
     "backpressure",
+    EVALUATION,
     "wind-down",
 )
 TRAINER, SHARED, VERIFIER = "trainer", "shared", "verifier"
@@ -315,12 +319,15 @@ def _replica_shares(counts: Counts, kind: int, is_on_policy: bool) -> Iterator[t
     yield _start_cause(counts), missing + own["replica start-up"]
     yield "generate", own["replica generate"]
     yield "sync", own["replica sync"]
+    yield EVALUATE, _num_evaluating(own)
     yield _replica_cause(counts, is_on_policy), _num_idle(own)
 
 
 def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
     run, leader = counts.run, counts.trainers[LEADER]
     is_syncing = _is_syncing(counts)
+    if run[EVALUATION]:
+        return EVALUATION
     if not run["has prompts"]:
         return "start-up"
     if leader["waiting"] and is_syncing:
@@ -347,6 +354,8 @@ def _primary_trainer_activity(counts: Counts) -> str:
     work = _work(counts, LEADER)
     if work is not None:
         return work
+    if counts.run[EVALUATION]:
+        return EVALUATION
     return _lack(counts, LEADER) or ("sync" if _is_syncing(counts) else "pipeline")
 
 
@@ -410,8 +419,18 @@ def _verifier_cause(counts: Counts, is_on_policy: bool) -> str:
 
 def _num_idle(counts: dict[str, int]) -> int:
     """Return the number of started replicas without an activity, from the counts of all or of one kind."""
+    return _num_not_training(counts) - _num_evaluating(counts)
+
+
+def _num_not_training(counts: dict[str, int]) -> int:
+    """Return the number of started replicas that neither generate for training nor load weights."""
     is_up = counts["replicas"] - counts["replica start-up"]
     return is_up - counts["replica generate"] - counts["replica sync"]
+
+
+def _num_evaluating(counts: dict[str, int]) -> int:
+    """Return the number of replicas that evaluate and do nothing else."""
+    return min(counts["replica evaluate"], _num_not_training(counts))
 
 
 def _environment_cause(counts: Counts) -> str | None:

@@ -474,7 +474,10 @@ def measure_pace(
         trace.run.trainer.pool,
         reader.pushes.num_bytes(began, ended),
     )
+    lasted = ended - began - sum(steps.held[first:last])
     step_times = leader.step_times()
+    if steps.evaluation_times:
+        step_times = [time - held for time, held in zip(step_times, steps.held, strict=True)]
     unfinished = describe_unfinished(trace.run.algorithm.steps, steps.version, reader.stopped_for)
     speed = Speed(
         step_time=steady.step_time,
@@ -486,15 +489,17 @@ def measure_pace(
         steps_before=steps.num_before,
         note=steady_state_caveats(trace, steps, steady, unfinished),
         unfinished=unfinished,
-        throughput=(num_tokens + sum(flow.lost_tokens(began, ended).values())) / (ended - began),
-        goodput=num_tokens / (ended - began),
-        samples_per_second=num_rollouts / (ended - began),
+        throughput=(num_tokens + sum(flow.lost_tokens(began, ended).values())) / lasted,
+        goodput=num_tokens / lasted,
+        samples_per_second=num_rollouts / lasted,
         cost_per_step=steady.step_time * dollars + egress / (last - first),
         egress_per_step=egress / (last - first),
-        cost_per_million_tokens=(dollars * (ended - began) + egress) / num_tokens * 1e6
+        cost_per_million_tokens=(dollars * lasted + egress) / num_tokens * 1e6
         if num_tokens
         else 0.0,
         mean_staleness=_mean_of(leader.made.staleness(first, last)),
+        evaluation_time=steps.evaluation_time,
+        num_evaluations=len(steps.evaluation_times),
     )
     time = whole_time(trace.run, speed, is_recorded=trace.world == "real")
     return with_bill(trace.run.cluster, speed, time, paid)

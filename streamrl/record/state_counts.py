@@ -6,13 +6,14 @@ of the run         wanted, replicas, lost, has prompts, has last prompts, push, 
                    "replica X" by activity
 of each trainer    its activities, and the waiting, ungenerated and unverified rollouts of its next step
 
-A run with environments also has "acting" and "environments starting".
+A run with environments also has "acting" and "environments starting". A run with evaluations has
+"evaluation", while training waits for one, and "replica evaluate".
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
@@ -21,7 +22,11 @@ from typing import NamedTuple
 from streamrl.engine.messages import (
     Act,
     CheckpointSaved,
+    DrawEvaluation,
     Drop,
+    EndEvaluation,
+    Evaluate,
+    Evaluated,
     Event,
     Failed,
     Generate,
@@ -102,6 +107,8 @@ class ChangeReader(MessageReader):
         ]
         if run.environment is not None:
             self._sources.append(_ActingChanges())
+        if run.evaluation is not None:
+            self._sources.append(_EvaluationChanges(is_waited_for=not run.evaluation.beside))
         if run.verifier.pool is not None:
             self._sources.append(_VerifyingChanges())
         self._untaken = [
@@ -280,6 +287,58 @@ class _ActingChanges(_Source):
     def _fail(self, event: Failed, time: float) -> None:
         if isinstance(event.command, Act):
             self._end(event.command.rollout, time)
+
+
+class _EvaluationChanges(_Source):
+    """Counts evaluations for which training waits, and the replicas with rollouts of evaluations."""
+
+    def __init__(self, *, is_waited_for: bool) -> None:
+        super().__init__()
+        self._is_waited_for = is_waited_for
+        self._kinds: dict[int, int] = {}
+        self._replicas: dict[int, int] = {}
+        """By rollout of the evaluation: its replica."""
+        self._num_on: Counter[int] = Counter()
+        """Rollouts of the evaluation by replica."""
+
+    def handlers(self) -> Iterator[Handlers]:
+        yield {
+            StartReplica: self._start,
+            DrawEvaluation: lambda _, time: self._change(1, time),
+            EndEvaluation: lambda _, time: self._change(-1, time),
+            Evaluate: self._send,
+            Evaluated: lambda event, time: self._end(event.rollout, time),
+            Failed: self._fail,
+        }
+
+    def _start(self, command: StartReplica, _: float) -> None:
+        self._kinds[command.replica] = command.kind
+
+    def _change(self, by: int, time: float) -> None:
+        if self._is_waited_for:
+            self.changes.append(CountChange(time, "evaluation", by))
+
+    def _send(self, command: Evaluate, time: float) -> None:
+        self._replicas[command.rollout] = command.replica
+        self._num_on[command.replica] += 1
+        if self._num_on[command.replica] == 1:
+            self._occupy(command.replica, 1, time)
+
+    def _end(self, rollout: int, time: float) -> None:
+        replica = self._replicas.pop(rollout)
+        self._num_on[replica] -= 1
+        if not self._num_on[replica]:
+            self._occupy(replica, -1, time)
+
+    def _fail(self, event: Failed, time: float) -> None:
+        if isinstance(event.command, Evaluate):
+            self._end(event.command.rollout, time)
+        elif isinstance(event.command, DrawEvaluation):
+            self._change(-1, time)
+
+    def _occupy(self, replica: int, by: int, time: float) -> None:
+        kind = self._kinds.get(replica, 0)
+        self.changes.append(CountChange(time, "replica evaluate", by, kind=kind))
 
 
 class _RolloutChanges(_Source):

@@ -31,7 +31,11 @@ import numpy as np
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
+    EndEvaluation,
+    Evaluated,
+    EvaluationDrawn,
     Event,
+    Failed,
     Generated,
     ReplicaLost,
     RunStarted,
@@ -43,6 +47,7 @@ from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.hardware.operator_tables import Floats
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.failure_rates import can_fail, expected_losses
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.simulation_config import FaultConfig
@@ -159,6 +164,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Time until the end of such a run, with set-up and failed attempts, relative to the time of its steps."""
     mean_staleness: float
     """Mean number of versions that a rollout was behind when the primary trainer trained on it."""
+    evaluation_time: float = 0.0
+    """Mean seconds of an evaluation for which training waits. They are part of no step."""
+    num_evaluations: int = 0
+    """Evaluations that have ended."""
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -323,7 +332,7 @@ def _without_trend(values: Floats) -> Floats:
 
 def read_steps(trace: Trace) -> LeaderSteps:
     """Read the steps of the primary trainer from a trace."""
-    steps = LeaderSteps(trace.run.environment is not None)
+    steps = LeaderSteps(trace.run.environment is not None, trace.run.evaluation)
     for time, event, commands in trace.entries:
         steps.record(time, event, commands)
     return steps
@@ -337,17 +346,23 @@ OF_STEPS: set[type[Event]] = {
     ReplicaLost,
 }
 """Events that `LeaderSteps` uses besides the one that ends a rollout."""
+OF_EVALUATIONS: set[type[Event]] = {EvaluationDrawn, Evaluated, Failed}
+"""Further events that it uses in a run with evaluations."""
 
 
 class LeaderSteps:
     """The primary trainer's steps, without those that were rolled back.
 
-    The first step after a loss lasts from the end of the last step that was kept.
+    The first step after a loss lasts from the end of the last step that was kept. The seconds of
+    evaluations for which training waits belong to no step.
     """
 
-    def __init__(self, has_turns: bool = False) -> None:
+    def __init__(self, has_turns: bool = False, evaluation: EvaluationConfig | None = None) -> None:
         """Start without steps; with `has_turns` a rollout is finished when its reward is known, not when a turn ends."""
         self.reads = OF_STEPS | {Verified if has_turns else Generated}
+        if evaluation is not None:
+            self.reads |= OF_EVALUATIONS
+        self._waits = evaluation is not None and not evaluation.beside
         """Events that `record` uses. It returns early for all others, because it may be called for every event."""
         self.ended_at = array("d")
         self.num_generated = array("q")
@@ -356,6 +371,12 @@ class LeaderSteps:
         """Number of steps that were made, also those that were rolled back."""
         self.num_failures = 0
         """Number of lost replicas and trainers."""
+        self.held = array("d")
+        """Seconds of evaluations between each step and the one before, for which training waited."""
+        self.evaluation_times: list[float] = []
+        """Seconds of each evaluation that has ended."""
+        self._held_since_step = 0.0
+        self._evaluating_since = 0.0
         self.num_before = 0
         """Number of earlier steps, made before the run was resumed."""
         self._num_saved = 0
@@ -390,20 +411,40 @@ class LeaderSteps:
                 if trainer == LEADER:
                     del self.ended_at[self._num_saved :]
                     del self.num_generated[self._num_saved :]
+                    del self.held[self._num_saved :]
             case ReplicaLost():
                 self.num_failures += 1
+            case EvaluationDrawn():
+                self._evaluating_since = time
+            case Evaluated() | Failed():
+                if any(isinstance(command, EndEvaluation) for command in commands):
+                    self._end_evaluation(time - self._evaluating_since)
             case _:
                 pass  # concerns a secondary trainer
 
     def durations(self) -> Floats:
         """Return the seconds of each step since the end of the step before it."""
-        return np.diff(np.array(self.ended_at), prepend=0.0)
+        lasted = np.diff(np.array(self.ended_at), prepend=0.0)
+        return lasted - np.array(self.held) if self.evaluation_times else lasted
+
+    @property
+    def evaluation_time(self) -> float:
+        """Mean seconds of an evaluation; 0 if there was none, or if training does not wait."""
+        times = self.evaluation_times
+        return sum(times) / len(times) if times and self._waits else 0.0
+
+    def _end_evaluation(self, seconds: float) -> None:
+        self.evaluation_times.append(seconds)
+        if self._waits:
+            self._held_since_step += seconds
 
     def _end_step(self, time: float) -> None:
         self.ended_at.append(time)
         self.num_made += 1
         self.num_generated.append(self._generated - self._generated_before)
         self._generated_before = self._generated
+        self.held.append(self._held_since_step)
+        self._held_since_step = 0.0
 
 
 LEAST_FAILURES = 10

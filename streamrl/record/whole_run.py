@@ -1,6 +1,6 @@
 """Compute the totals of a whole run: seconds, GPU-hours, dollars, tokens and kWh of all training steps.
 
-    seconds    =  steps before the steady state  +  all other steps x mean step  +  checkpoints
+    seconds    =  steps before the steady state  +  all other steps x mean step  +  checkpoints  +  evaluations
     wall time  =  set-up  +  seconds  +  failed attempts
     dollars    =  the bill of these seconds (`billing.py`)
 
@@ -55,6 +55,7 @@ WORK_OF: dict[str, Work] = {
     "verify": "generating",
     "score": "training",
     "train": "training",
+    "evaluate": "generating",
 }
 """By activity: the kind of work whose power is used. A reward model reads rollouts as prefill does, and scores are
 forward passes of the trainer."""
@@ -181,6 +182,12 @@ class WholeRun(msgspec.Struct, frozen=True, kw_only=True):
     """95 % interval of `start_time`, from the interval of the mean step."""
     checkpoint_time: NotNegative
     """Seconds of all checkpoints."""
+    num_evaluations: Count = 0
+    """Evaluations for which training waits."""
+    evaluation_time: NotNegative = 0.0
+    """Seconds of all of them. They are part of `seconds`."""
+    evaluation_dollars: NotNegative = 0.0
+    """Dollars of the GPUs in these seconds, at the prices of a mean step. They are part of `dollars`."""
     tokens: NotNegative
     """Output tokens trained on."""
     rollouts: Count
@@ -229,6 +236,9 @@ class WholeTime(NamedTuple):
     checkpoint_time: float
     rented: float
     """Seconds for which GPUs are rented: `seconds`, set-up and failed attempts."""
+    num_evaluations: int
+    evaluation_time: float
+    """Number and seconds of the evaluations for which training waits."""
     exact_steps: float
     """Number of steps before it is rounded up."""
 
@@ -248,7 +258,12 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
     before, rest = sum(speed.step_times[:num_before]), steps - num_before
     checkpoints = -(-steps // run.execute.checkpoint_every)
     saving = 0.0 if is_recorded else checkpoints * run.framework.checkpoint_time
-    known = before + saving
+    num_evaluations = 0
+    if run.evaluation is not None and speed.evaluation_time:
+        is_known = is_recorded or rest <= 0
+        num_evaluations = speed.num_evaluations if is_known else len(run.evaluation.versions(steps))
+    evaluating = num_evaluations * speed.evaluation_time
+    known = before + saving + evaluating
     start, interval, start_interval = speed.step_times[:num_before], None, None
     if speed.step_time_interval is not None:
         least, most = speed.step_time_interval
@@ -264,6 +279,8 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
         start_interval,
         saving,
         rented_time(run.cluster.billing, seconds),
+        num_evaluations,
+        evaluating,
         run.algorithm.steps * steps_for_one(run.plan, speed.mean_staleness),
     )
 
@@ -353,6 +370,9 @@ def make_whole_run(
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,
+        num_evaluations=time.num_evaluations,
+        evaluation_time=time.evaluation_time,
+        evaluation_dollars=time.evaluation_time * paid.dollars_per_second,
         tokens=sum(trained) + (time.steps - len(trained)) * usual,
         rollouts=round(time.steps * speed.step_time * speed.samples_per_second),
         kwh=sum(known) if len(known) == len(pools) else None,

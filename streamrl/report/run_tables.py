@@ -123,11 +123,17 @@ def _parts_text(whole: WholeRun) -> str:
     parts = {
         "the start": whole.start_time,
         "checkpoints": whole.checkpoint_time,
+        _evaluations_text(whole): whole.evaluation_time,
         "set-up": whole.setup_time,
         "failed attempts": whole.failed_time,
     }
     told = [f"{long_time(seconds)} for {what}" for what, seconds in parts.items() if seconds > 0]
     return ", ".join(["of them all", *told]) if told else ""
+
+
+def _evaluations_text(whole: WholeRun) -> str:
+    cost = f" ({format_dollars(whole.evaluation_dollars)})" if whole.evaluation_dollars else ""
+    return f"{whole.num_evaluations:,} evaluations{cost}"
 
 
 def _count(value: float) -> str:

@@ -33,6 +33,7 @@ CAUSES = {
     "verifier": "rewards are being computed",
     "checkpoint": "a trainer writes a checkpoint",
     "backpressure": "there is no room for finished rollouts",
+    "evaluation": "training waits for an evaluation on held-out prompts",
     "wind-down": "nothing is left to generate at the end of the run; a longer run has less of it",
 }
 """What an idle GPU waits for."""
@@ -41,6 +42,7 @@ ACTIVITIES = {
     "recomputed-prefix": "reading contexts again that the prefix cache lost while a tool ran",
     "decode": "generating tokens",
     "underfilled": "generating too, in batches so small that full ones would not have needed these seconds",
+    "evaluate": "generating on held-out prompts",
     "score": "forward passes of critic and reference",
     "train": "forward and backward passes, and the optimizer",
     "verify": "computing rewards, on GPUs of the verifiers' own",

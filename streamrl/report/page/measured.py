@@ -26,6 +26,7 @@ MOST_SIMULATED = 100_000
 """Most rollouts that are simulated for a page, which takes about two seconds."""
 STAGES: dict[str, tuple[str, ...]] = {
     "generation": ("prefill", "recomputed-prefix", "decode", "underfilled"),
+    "evaluation": ("evaluate",),
     "verification": ("verify",),
     "scoring": ("score",),
     "training": ("train",),
@@ -43,6 +44,7 @@ WAITS = {
     "checkpoint": "writing checkpoints",
     "backpressure": "waiting for room",
     "start-up": "starting up",
+    "evaluation": "waiting for an evaluation",
 }
 """Words for the causes of idle time."""
 WORTH_A_ROW = 0.01

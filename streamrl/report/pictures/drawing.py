@@ -52,6 +52,8 @@ ACTIVITIES = {
     "tool": Colour("#E7298A", "#ef6bb0"),
     "environment-start": Colour("#F4B6C2", "#8c4a5c"),
     "backpressure": Colour("#7FD0C0", "#7FD0C0"),
+    "evaluate": Colour("#117733", "#4fae6f"),
+    "evaluation": Colour("#A9D5B5", "#2f6b45"),
     "wind-down": Colour("#d9c79b", "#85764c"),
 }
 SERIES = (
