@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -53,11 +53,37 @@ class Checkpoint(NamedTuple):
         return self.position.version
 
 
+class Retention(NamedTuple):
+    """Which checkpoints are kept."""
+
+    last: int = KEPT_CHECKPOINTS
+    """Newest ones."""
+    best: int = 0
+    """Ones with the best score."""
+    scores: Callable[[], Mapping[int, float]] = dict
+    """Returns the score of each evaluated version; a higher one is better."""
+    awaits_score: Callable[[int], bool] = lambda version: False
+    """Whether a version is evaluated. It is kept until it has its score."""
+
+    def kept(self, versions: Sequence[int]) -> set[int]:
+        """Return which of these versions, in ascending order, are kept."""
+        found = {*versions[-self.last :]}
+        if self.best:
+            scores = self.scores()
+            scored = sorted(
+                (v for v in versions if v in scores), key=lambda v: (scores[v], v), reverse=True
+            )
+            found.update(scored[: self.best])
+            found.update(v for v in versions if self.awaits_score(v) and v not in scores)
+        return found
+
+
 class Checkpoints:
     """Owns the directory of a run's checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.retention = Retention()
         self._damage: dict[Path, str] = {}
         """Fault of each checkpoint that was read completely, which is slow; an empty text means undamaged."""
         self._resumed_from: Path | None = None
@@ -119,9 +145,19 @@ class Checkpoints:
         path = self.path_of(position.version) / POSITION
         path.with_suffix(".tmp").write_bytes(msgspec.json.encode(position))
         path.with_suffix(".tmp").rename(path)
-        for old in self._all()[:-KEPT_CHECKPOINTS]:
-            if old != self._resumed_from:
+        self.remove_old()
+
+    def remove_old(self) -> None:
+        """Remove checkpoints that are not kept, and incomplete ones before the newest that are kept."""
+        kept = {self.path_of(version) for version in self.retention.kept(self.versions())}
+        newest = self._all()[-KEPT_CHECKPOINTS:]
+        for old in self._all():
+            if old not in kept and old not in newest and old != self._resumed_from:
                 shutil.rmtree(old)
+
+    def versions(self) -> list[int]:
+        """Return the versions of complete checkpoints, in ascending order."""
+        return [_version_of(path) for path in reversed(self._complete())]
 
     def _all(self) -> list[Path]:
         return sorted(self._path.glob("v*"))
@@ -138,6 +174,10 @@ class Checkpoints:
                 damage = str(error)
             self._damage[path] = damage
         return self._damage[path]
+
+
+def _version_of(path: Path) -> int:
+    return int(path.name.removeprefix("v"))
 
 
 def _read_position(path: Path) -> Position:

@@ -47,7 +47,7 @@ from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_toke
 from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.cluster_config import ClusterConfig
-from streamrl.runfile.config import ExecuteConfig, Run
+from streamrl.runfile.config import CheckpointsConfig, ExecuteConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
@@ -249,7 +249,20 @@ def execute(
     take: Take = lambda line: None,
     planned_step_time: float | None = None,
 ) -> Trace:
-    """Execute a run and return its trace; a signal ends it within `execute.grace` and eight seconds.
+    """Execute a run and return its trace; see `carry_out`."""
+    carry_out(run, resume, watch, how_to_resume, take, planned_step_time)
+    return read_trace(Path(run.execute.output) / TRACE)
+
+
+def carry_out(
+    run: Run,
+    resume: bool = False,
+    watch: Watch = lambda event, state, now: None,
+    how_to_resume: str = "streamrl execute RUN.toml --resume",
+    take: Take = lambda line: None,
+    planned_step_time: float | None = None,
+) -> None:
+    """Execute a run; a signal ends it within `execute.grace` and eight seconds. Without steps it only evaluates.
 
     Raises:
         ValueError: the run file cannot be executed, or its output directory is in use.
@@ -270,7 +283,23 @@ def execute(
             if interruption.signal is None:
                 raise
             raise interruption.error from None
-    return read_trace(Path(run.execute.output) / TRACE)
+        if run.execute.checkpoints.export is not None:
+            export_at_end(Path(run.execute.output), run.execute.checkpoints)
+
+
+def export_at_end(directory: Path, config: CheckpointsConfig) -> None:
+    """Export a checkpoint of a run that has all its steps; a failure is logged, because the run is complete."""
+    from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+
+    assert config.export is not None, "the caller has checked it"
+    try:
+        checkpoint = choose_checkpoint(directory, config.choice)
+        place = export_checkpoint(checkpoint, config.export, config.adapters)
+    except (ValueError, RuntimeError, OSError) as error:
+        how = f"streamrl checkpoint export {directory} -o DIR"
+        logger.warning(f"execute.checkpoints.export: {error}; export it again with: {how}")
+    else:
+        logger.info(f"step {checkpoint.version} is exported to {place}")
 
 
 def joined(roles: PlacedRoles) -> AbstractContextManager[None]:
@@ -346,7 +375,7 @@ async def _execute_in(
 
     assert run.model.path is not None, "check_executable requires weights"
     configs = RoleConfigs(run, lambda: directory.leg)
-    launcher = make_launcher(run, directory, configs)
+    launcher = make_launcher(PlacedRoles.of(run), directory, configs)
     tokenizer = load_tokenizer(run.model.path)
     host = None
     if run.environment is not None:
@@ -466,13 +495,12 @@ async def _execute_in(
             guard.end()
 
 
-def make_launcher(run: Run, directory: RunDirectory, configs: RoleConfigs) -> Launcher:
+def make_launcher(roles: PlacedRoles, directory: RunDirectory, configs: RoleConfigs) -> Launcher:
     """Return the launcher of a run: for local processes, or for actors of the joined Ray cluster.
 
     The libraries of local processes are imported from now on, while this process reads the tokenizer and the prompts.
     """
-    roles = PlacedRoles.of(run)
-    if run.execute.launcher == "ray":
+    if roles.execute.launcher == "ray":
         from streamrl.executor.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(configs, roles, directory)

@@ -39,7 +39,13 @@ import msgspec
 
 from streamrl.engine.trace import LineFile, open_at_end
 from streamrl.executor.buffer import BufferedRollout
-from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position, TrainerRecord
+from streamrl.executor.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    Position,
+    Retention,
+    TrainerRecord,
+)
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
 from streamrl.record.chrome_trace import CHROME_TRACE
@@ -63,8 +69,10 @@ from streamrl.record.run_directory import (
     keep_inputs,
 )
 from streamrl.record.samples import SampledGroup
-from streamrl.runfile.config import Run
+from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
 from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
 from streamrl.runfile.result_files import listed_run_id, write_file, write_results
@@ -154,6 +162,7 @@ class RunDirectory(TrainerRecord):
             self._evaluated = open_at_end(self.path / EVALUATED)
             self._files += [self._evaluations, self._evaluated]
         self._trackers = Trackers(run.execute.trackers, self.path)
+        self.checkpoints.retention = self._retention(run.execute, run.evaluation, run.algorithm)
         if resume:
             self.damaged = self.checkpoints.resume_from(checkpoint)
             self._mark_resume(checkpoint)
@@ -214,6 +223,7 @@ class RunDirectory(TrainerRecord):
         assert self._evaluations is not None, "only a run with [evaluation] evaluates"
         self._evaluations.write(msgspec.json.encode(result) + b"\n")
         self._trackers.write(result.step, result.figures)
+        self.checkpoints.remove_old()
 
     def write_evaluated(self, line: Mapping[str, object]) -> None:
         """Add a line to evaluation_rollouts.jsonl."""
@@ -254,6 +264,25 @@ class RunDirectory(TrainerRecord):
             RUN_ID: self.run_id,
         }
         self._rollouts.write(msgspec.json.encode(line) + b"\n")
+
+    def _retention(
+        self,
+        execute: ExecuteConfig,
+        evaluation: EvaluationConfig | None,
+        algorithm: AlgorithmConfig,
+    ) -> Retention:
+        """Return which checkpoints the run keeps."""
+        keep = execute.checkpoints
+        if evaluation is None:
+            return Retention(keep.keep_last)
+        return Retention(
+            keep.keep_last,
+            keep.keep_best,
+            lambda: {
+                each.step: each.scores[each.main].value for each in read_evaluations(self.path)
+            },
+            lambda version: evaluation.is_due(version, algorithm.steps),
+        )
 
     def close(self) -> None:
         """Close every file, and release the lock."""

@@ -192,6 +192,7 @@ ROOMS = (
         "executor.launchers",
         "executor.chosen_classes",
         "executor.transfer",
+        "executor.checkpoint_export",
         "executor.rollout",
     ),
     *(

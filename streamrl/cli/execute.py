@@ -30,10 +30,12 @@ from streamrl.doctor.staleness import find_idle_clips
 from streamrl.engine.systems import needs_costs
 from streamrl.engine.trace import LARGE
 from streamrl.engine.world import RunInterruptedError
+from streamrl.record.evaluation import read_evaluations
 from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import measure
 from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_directory import TRACE, with_kept_inputs
+from streamrl.report.evaluation_table import evaluations_table, say_change
 from streamrl.report.figures import views_of
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.files import load_run
@@ -108,6 +110,10 @@ def execute(
     else:
         console = stdout_console()
         console.print(metrics_table(metrics))
+        if results := read_evaluations(output):
+            console.print(evaluations_table(results))
+        if run.evaluation is not None and (change := say_change(results, run.evaluation)):
+            typer.echo(change)
         typer.echo(ledger_line(ledger))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
 

@@ -83,6 +83,14 @@ class Commands(LazyGroup):
                 "streamrl.cli.attach:detach",
                 "Save a trainer's checkpoint and remove it from a running job.",
             ),
+            "evaluate": (
+                "streamrl.cli.evaluate:evaluate",
+                "Score a run's checkpoint, or a model, on held-out prompts.",
+            ),
+            "checkpoint": (
+                "streamrl.cli.checkpoint:checkpoint",
+                "List the checkpoints of a run, or export one.",
+            ),
         },
         "Look at results": {
             "report": (

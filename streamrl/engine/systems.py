@@ -112,7 +112,12 @@ def build_policies(run: Run) -> list[Policy]:
         *([EvaluateVersions()] if run.evaluation is not None else []),
         StartOver(),
         WindDown(),
-        CheckpointEvery(LEADER, execute.checkpoint_every, policies.max_attempts),
+        CheckpointEvery(
+            LEADER,
+            execute.checkpoint_every,
+            policies.max_attempts,
+            run.evaluation if execute.checkpoints.keep_best else None,
+        ),
         *([SkipUniform(LEADER)] if skips_uniform else []),
         *([DropStale(system.staleness_bound)] if system.over_staleness == "drop" else []),
         TakeInLine(LEADER),

@@ -82,6 +82,11 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return found
 
 
+def best_step(results: Sequence[EvaluationResult]) -> int:
+    """Return the step of the evaluation with the best avg@n; of equal ones the newest."""
+    return max(results, key=lambda each: (each.scores[each.main].value, each.step)).step
+
+
 class Difference(NamedTuple):
     """The difference of a score between two evaluations, over the prompts that both have."""
 

@@ -16,7 +16,7 @@ from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.environment_checks import check_credit, check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
-from streamrl.runfile.evaluation_checks import check_evaluation
+from streamrl.runfile.evaluation_checks import check_checkpoints, check_evaluation
 from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
@@ -711,6 +711,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: check_environment(run.environment, run.policies, run.workload, run.rollout.kinds),
     lambda run: check_credit(run.algorithm, run.environment),
     lambda run: check_evaluation(run.evaluation, run.environment, run.workload),
+    lambda run: check_checkpoints(run.execute.checkpoints, run.evaluation),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),
     lambda run: check_faults(run.faults, run.algorithm.steps, run.verifier.reward_model),

@@ -77,6 +77,31 @@ class CostsConfig(Section, frozen=True, kw_only=True):
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
+AdapterForm = Literal["merged", "apart"]
+CheckpointChoice = Literal["last", "best"]
+
+
+class CheckpointsConfig(Section, frozen=True, kw_only=True):
+    """Which checkpoints an executed run keeps, and what it exports when it has all its steps."""
+
+    keep_last: int = 2
+    """Newest checkpoints that are kept. A crash may damage the newest one, so at least two."""
+    keep_best: int = 0
+    """Checkpoints with the best avg@n of `[evaluation]` that are kept too. Then each evaluated version
+    is saved.
+    """
+    export: str | None = None
+    """Where the last or best checkpoint is written at the end, without optimizer state: a directory, or
+    "hf://OWNER/NAME" for a model repository of the Hugging Face hub. Absent: nowhere.
+    """
+    choice: CheckpointChoice = "last"
+    """The exported checkpoint: the last one, or the best one by `[evaluation]`."""
+    adapters: AdapterForm = "merged"
+    """Exported runs of sync.mode lora. merged: whole weights with merged adapters. apart: the adapters
+    alone, in PEFT's format.
+    """
+
+
 class ExecuteConfig(Section, frozen=True, kw_only=True):
     """How a plan is run for real."""
 
@@ -92,6 +117,7 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     """Who may read the files of the run directory: prompts, rollouts, weights and logs."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     threads: int | None = None
     """CPU threads of each worker process. Where absent, roles that compute on CPUs share the cores
     equally, and roles with a GPU get one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamrl.runfile.config import CheckpointsConfig
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, RunError, shown
 from streamrl.runfile.evaluation_config import EvaluationConfig
@@ -29,6 +30,20 @@ def check_evaluation(
             raise RunError(
                 "evaluation.k", k, Bounds(1, config.samples), text, ("evaluation.samples",)
             )
+
+
+def check_checkpoints(config: CheckpointsConfig, evaluation: EvaluationConfig | None) -> None:
+    """Raise `RunError` if the best checkpoint is asked for, and nothing tells which one it is."""
+    if evaluation is None and config.keep_best:
+        key, value = "execute.checkpoints.keep_best", config.keep_best
+        text = (
+            f"{key}={value} needs the section [evaluation], whose scores decide; add it, or set 0"
+        )
+        raise RunError(key, value, text=text, others=("evaluation",))
+    if config.choice == "best" and not config.keep_best:
+        key = "execute.checkpoints.choice"
+        text = f"{key} 'best' needs execute.checkpoints.keep_best of at least 1, got {config.keep_best}"
+        raise RunError(key, "best", text=text, others=("execute.checkpoints.keep_best",))
 
 
 def _check_source(config: EvaluationConfig, workload: WorkloadConfig) -> None:

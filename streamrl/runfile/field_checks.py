@@ -30,7 +30,7 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig, CorrectionName, O
 from streamrl.runfile.algorithms import readers_of
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
-from streamrl.runfile.config import CostsConfig, ExecuteConfig, Run
+from streamrl.runfile.config import CheckpointsConfig, CostsConfig, ExecuteConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, raise_all, say, shown
 from streamrl.runfile.evaluation_config import EvaluationConfig
@@ -557,6 +557,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "budget": POSITIVE,
         "threads": Bounds(1, MOST_THREADS),
     },
+    CheckpointsConfig: {"keep_last": Bounds(2), "keep_best": Bounds(0)},
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
     FaultConfig: {

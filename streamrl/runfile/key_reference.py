@@ -50,6 +50,7 @@ OF_NAMES: dict[str, str] = {
     "implementation": '"python:game.py:Game"',
     "arguments": "{ max_attempts = 3 }",
     "tools": '["python:tools.py:search"]',
+    "export": '"build/model"',
     "top_p": "0.95",
     "min_p": "0.05",
     "temperature": "0.6",

@@ -29,6 +29,7 @@ PATH_KEYS = (
     "costs.profile",
     "costs.calibration",
     "execute.output",
+    "execute.checkpoints.export",
     "plan.staleness_study",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
@@ -80,7 +81,7 @@ def absolute(paths: Mapping[str, str]) -> dict[str, str]:
 
 def _path_in(key: str, value: str | None) -> str | None:
     """Return the path in a key's value: for a scorer its file, for a data set or model on the hub None."""
-    if value is None or (key.endswith((".prompts", MODEL)) and value.startswith(HUB)):
+    if value is None or (key.endswith((".prompts", MODEL, ".export")) and value.startswith(HUB)):
         return None
     return file_of(value) if names_code(key) else value
 

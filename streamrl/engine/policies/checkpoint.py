@@ -6,21 +6,30 @@ from collections.abc import Iterable
 
 from streamrl.engine.messages import Command, Generated, SaveCheckpoint, Verified
 from streamrl.engine.state import State
+from streamrl.runfile.evaluation_config import EvaluationConfig
 
 
 class CheckpointEvery:
     """Save a trainer after every `num_steps` of its steps, and after its last one.
 
     The last one is that of the run, that before a detach, or that before an interruption. A failed save is retried until
-    `max_attempts` in a row have failed; after an interruption it is not.
+    `max_attempts` in a row have failed; after an interruption it is not. With `evaluated`, each
+    version that this section evaluates is saved too, because it may be the best one.
     """
 
     ignores = (Generated, Verified)
 
-    def __init__(self, trainer: int, num_steps: int, max_attempts: int) -> None:
+    def __init__(
+        self,
+        trainer: int,
+        num_steps: int,
+        max_attempts: int,
+        evaluated: EvaluationConfig | None = None,
+    ) -> None:
         self.trainer = trainer
         self.num_steps = num_steps
         self.max_attempts = max_attempts
+        self.evaluated = evaluated
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a due save, if the trainer is between two steps or the end of the run left its step unfinished."""
@@ -33,7 +42,10 @@ class CheckpointEvery:
         if trainer.batch.in_gradient and not is_last:
             return ()
         num_unsaved = trainer.version - trainer.checkpoint_version
-        if not num_unsaved or (num_unsaved < self.num_steps and not is_last):
+        is_due = num_unsaved >= self.num_steps or is_last
+        if self.evaluated is not None:
+            is_due |= self.evaluated.is_due(trainer.version, state.num_steps)
+        if not num_unsaved or not is_due:
             return ()
         if state.failure is not None or trainer.num_failed_saves >= self.max_attempts:
             return ()

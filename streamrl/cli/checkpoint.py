@@ -1,0 +1,97 @@
+"""`streamrl checkpoint`: list the checkpoints of a run, and export one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamrl.cli.lazy_commands import PlainCommand, PlainGroup
+from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.record.evaluation import read_evaluations
+from streamrl.runfile.config import AdapterForm, CheckpointChoice
+
+checkpoint = typer.Typer(
+    name="checkpoint",
+    cls=PlainGroup,
+    no_args_is_help=True,
+    help="List the checkpoints of a run, or export one.\n\n"
+    "Example: streamrl checkpoint export runs/quickstart -o build/model",
+)
+
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The directory of a run (execute.output).")
+]
+
+
+@checkpoint.command("list", cls=PlainCommand)
+def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
+    """List a run's checkpoints with their evaluation scores.
+
+    Example: streamrl checkpoint list runs/quickstart
+    """
+    from rich.table import Table
+
+    from streamrl.executor.checkpoints import Checkpoints
+
+    scores = {result.step: result.scores for result in read_evaluations(run)}
+    kept = Checkpoints(run / "checkpoints").versions()
+    if as_json:
+        print_json([{"step": step, "scores": scores.get(step, {})} for step in kept])
+        return
+    table = Table("step", "scores", box=None)
+    for step in kept:
+        own = ", ".join(f"{name} {score}" for name, score in scores.get(step, {}).items())
+        table.add_row(str(step), own or "not evaluated")
+    stdout_console().print(table)
+
+
+@checkpoint.command("export", cls=PlainCommand)
+def export(
+    run: RunPath,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="DIR", help="A directory, or hf://OWNER/NAME."),
+    ],
+    step: Annotated[
+        str, typer.Option("--step", metavar="STEP", help="last, best, or the number of a step.")
+    ] = "last",
+    adapters: Annotated[
+        str,
+        typer.Option("--adapters", help="merged: whole weights. apart: LoRA adapters alone."),
+    ] = "merged",
+) -> None:
+    """Write a checkpoint as a Hugging Face directory, or upload it.
+
+    The directory has weights, config and tokenizer. `from_pretrained` and vLLM load it. With hf://OWNER/NAME it is
+    pushed to a model repository of the Hugging Face hub.
+
+    Example: streamrl checkpoint export runs/quickstart -o build/model --step best
+    """
+    from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+
+    chosen = choose_checkpoint(run, step_of(step))
+    place = export_checkpoint(chosen, output, _form_of(adapters))
+    typer.echo(f"step {chosen.version}: {place}")
+
+
+def step_of(text: str) -> CheckpointChoice | int:
+    """Return which checkpoint an option names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    match text:
+        case "last" | "best":
+            return text
+        case _ if text.isdecimal():
+            return int(text)
+    raise ValueError(f"--step is {text!r}; write last, best, or the number of a step")
+
+
+def _form_of(text: str) -> AdapterForm:
+    match text:
+        case "merged" | "apart":
+            return text
+    raise ValueError(f"--adapters is {text!r}; write merged or apart")

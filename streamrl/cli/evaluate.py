@@ -1,0 +1,185 @@
+"""`streamrl evaluate`: score a checkpoint or a model on held-out prompts, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from msgspec.structs import asdict, replace
+
+from streamrl.cli.checkpoint import step_of
+from streamrl.cli.log_output import Quiet, Verbose, set_verbosity
+from streamrl.cli.shared import AsJson, Overrides, print_json, stdout_console
+from streamrl.record.evaluation import EvaluationResult, difference, read_evaluations
+from streamrl.record.run_directory import RUN
+from streamrl.report.evaluation_table import evaluations_table, say_difference
+from streamrl.runfile.config import CheckpointsConfig, Run
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.files import change_run, decode_run, load_run
+
+OF_A_MODEL: dict[str, Any] = {
+    "cluster": {"pools": {"local": {"gpu": "cpu", "gpus_per_node": 2}}},
+    "rollout": {"pool": "local", "replicas": 1, "max_running": 64, "max_tokens": 1024},
+    "trainer": {"pool": "local"},
+    "algorithm": {"steps": 1, "prompts_per_step": 1, "group_size": 2},
+    "policies": {"system": "stream-sync"},
+}
+"""Run file of a model that no run has trained: one replica on the cores of this machine."""
+
+
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|MODEL", help="A run directory, or a Hugging Face directory of a model."
+        ),
+    ],
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="Held-out records. Absent: those of the run."
+        ),
+    ] = None,
+    scorer: Annotated[
+        str | None, typer.Option("--scorer", help="Scorer or function. Absent: that of the run.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Rollouts of each prompt: n of avg@n.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option("--num-prompts", help="Maximum prompts: the first of the file.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Sampling temperature; 0: most likely.")
+    ] = None,
+    step: Annotated[
+        str,
+        typer.Option("--step", metavar="STEP", help="Of a run: last, best, or a step's number."),
+    ] = "last",
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="RUN|MODEL", help="Evaluate a second one, and compare."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Keep the rollouts and scores here."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Score a run's checkpoint, or a model, on held-out prompts.
+
+    The rollouts are generated and scored as in the evaluations of a run. Of two, the difference is paired by prompt.
+
+    Example: streamrl evaluate runs/quickstart --samples 4 --json
+    Example: streamrl evaluate build/model --prompts held-out.jsonl --scorer exact --against runs/a
+    """
+    from streamrl.executor.execute import carry_out
+
+    set_verbosity(verbose, quiet)
+    stated = {
+        "prompts": prompts,
+        "scorer": scorer,
+        "samples": samples,
+        "num_prompts": num_prompts,
+        "temperature": temperature,
+    }
+    options = {name: value for name, value in stated.items() if value is not None}
+    found = {}
+    for number, each in enumerate([model] if against is None else [model, against]):
+        run = _run_of(each, step, options, overrides or ())
+        with TemporaryDirectory() as place:
+            directory = Path(place) / "run" if output is None else output / str(number)
+            carry_out(replace(run, execute=replace(run.execute, output=str(directory))))
+            found[str(each)] = _result_in(directory, each)
+            config = run.evaluation
+    assert config is not None, "the run of an evaluation has one"
+    if as_json:
+        print_json(_as_json(found, config))
+    else:
+        _show(found, config)
+
+
+def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -> Run:
+    """Return a run without steps that evaluates a model, or a checkpoint of a run.
+
+    Raises:
+        ValueError: the directory has neither, or nothing says which prompts and which scorer.
+    """
+    if (path / RUN).is_file():
+        from streamrl.executor.checkpoint_export import choose_checkpoint
+
+        run = decode_run((path / RUN).read_bytes())
+        checkpoint = choose_checkpoint(path, step_of(step))
+        run = replace(run, model=replace(run.model, path=str(checkpoint.path)))
+    elif (path / "config.json").is_file():
+        if "prompts" not in options or "scorer" not in options:
+            raise ValueError(f"{path} is a model, no run: name its --prompts and its --scorer")
+        given = {
+            **OF_A_MODEL,
+            "model": {"path": str(path.absolute()), "dtype": "float32"},
+            "workload": {"prompts": str(Path(options["prompts"]).absolute())},
+            "verifier": {"scorer": options["scorer"]},
+        }
+        run = load_run(given)
+    else:
+        raise ValueError(f"{path} is neither a run directory nor a model directory (config.json)")
+    own = run.evaluation or EvaluationConfig(prompts="")
+    changes = dict(options)
+    if "prompts" in changes:
+        changes["share"] = None
+    elif not (own.prompts or own.share):
+        raise ValueError(
+            f"{path}: the run has no [evaluation]; name held-out prompts: --prompts FILE"
+        )
+    run = change_run(replace(run, evaluation=replace(own, **changes)), overrides)
+    return replace(
+        run,
+        algorithm=replace(run.algorithm, steps=0),
+        followers=(),
+        faults=(),
+        execute=replace(
+            run.execute,
+            trackers=(),
+            live_trace=False,
+            deadline=None,
+            budget=None,
+            checkpoints=CheckpointsConfig(),
+        ),
+    )
+
+
+def _result_in(directory: Path, model: Path) -> EvaluationResult:
+    results = read_evaluations(directory)
+    if not results:
+        raise RuntimeError(f"{model}: no rollout has a score; see the log above")
+    return results[-1]
+
+
+def _as_json(found: Mapping[str, EvaluationResult], config: EvaluationConfig) -> dict[str, Any]:
+    table: dict[str, Any] = {"evaluations": {name: asdict(each) for name, each in found.items()}}
+    if len(found) > 1:
+        one, other = found.values()
+        changes = difference(one, other, config)
+        table["difference"] = {
+            name: {**asdict(each.score), "num_prompts": each.num_prompts}
+            for name, each in changes.items()
+        }
+    return table
+
+
+def _show(found: Mapping[str, EvaluationResult], config: EvaluationConfig) -> None:
+    console = stdout_console()
+    for name, result in found.items():
+        console.print(f"{name}: {result.num_prompts} prompts x {result.samples} rollouts")
+        console.print(evaluations_table([result]))
+    if len(found) > 1:
+        one, other = found.values()
+        for name, each in difference(one, other, config).items():
+            first, second = found
+            typer.echo(say_difference(each, name, f"of {first} above {second}"))

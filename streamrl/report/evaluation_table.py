@@ -1,0 +1,48 @@
+"""Tables of evaluations: scores by step, and what training changed on the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from streamrl.record.evaluation import Difference, EvaluationResult, difference
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.formatting import format_duration
+
+
+def evaluations_table(results: Sequence[EvaluationResult]) -> Table:
+    """Return a table with a row for each evaluation: its scores with their intervals, lengths and seconds."""
+    names = list(results[-1].scores)
+    table = Table("step", *names, "tokens", "cut off", "time", box=None, header_style="")
+    for result in results:
+        scores = [str(result.scores[name]) if name in result.scores else "" for name in names]
+        table.add_row(
+            str(result.step),
+            *scores,
+            f"{result.mean_tokens:,.0f}",
+            f"{result.truncated_share:.0%}",
+            format_duration(result.seconds),
+        )
+    return table
+
+
+def say_difference(found: Difference, name: str, what: str) -> str:
+    """Return a line about how much a score changed."""
+    score = found.score
+    clear = "" if found.is_clear else "; the interval includes 0"
+    return (
+        f"{name} {what}: {score.value:+.3f} ({score.low:+.3f} to {score.high:+.3f}), paired over "
+        f"{found.num_prompts} prompts{clear}"
+    )
+
+
+def say_change(results: Sequence[EvaluationResult], config: EvaluationConfig) -> str:
+    """Return a line about the change from the first to the last evaluation of a run; empty with fewer than two."""
+    if len(results) < 2:
+        return ""
+    first, last = results[0], results[-1]
+    changes = difference(last, first, config)
+    if last.main not in changes:
+        return ""
+    return say_difference(changes[last.main], last.main, f"from step {first.step} to {last.step}")

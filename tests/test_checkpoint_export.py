@@ -1,0 +1,155 @@
+"""Which checkpoints a run keeps, and what is exported of one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.engine.messages import SaveCheckpoint
+from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+from streamrl.executor.checkpoints import Checkpoints, Position, Retention
+from streamrl.record.evaluation import EVALUATIONS, EvaluationResult, Score
+from streamrl.runfile.errors import RunError
+from streamrl.sim.world import simulate
+from tests.runs import small_run
+from tests.test_resume import saved
+
+
+def test_the_newest_and_the_best_are_kept() -> None:
+    scores = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.1}
+    found = Retention(last=2, best=1, scores=lambda: scores)
+    assert found.kept([2, 4, 6, 8, 10]) == {6, 8, 10}
+    assert Retention(last=2).kept([2, 4, 6]) == {4, 6}
+    assert Retention(last=3, best=2, scores=lambda: scores).kept([2, 4, 6, 8, 10]) == {4, 6, 8, 10}
+
+
+def test_a_version_that_waits_for_its_score_is_kept() -> None:
+    found = Retention(last=1, best=1, scores=lambda: {2: 0.5}, awaits_score=lambda v: v % 2 == 0)
+    assert found.kept([2, 3, 4, 5]) == {2, 4, 5}
+
+
+def test_old_checkpoints_are_removed_when_a_better_one_has_its_score(tmp_path: Path) -> None:
+    scores = {1: 0.7}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.retention = Retention(2, 1, lambda: scores, lambda version: True)
+    for version in range(1, 6):
+        (checkpoints.path_of(version)).mkdir()
+        checkpoints.finish(Position(version=version, groups_done=version))
+    assert checkpoints.versions() == [1, 2, 3, 4, 5]  # all but the first wait for a score
+    scores |= {2: 0.1, 3: 0.8, 4: 0.2, 5: 0.3}
+    checkpoints.remove_old()
+    assert checkpoints.versions() == [3, 4, 5]
+
+
+def test_each_evaluated_version_is_saved_where_the_best_is_kept() -> None:
+    def steps(**keep: int) -> list[int]:
+        evaluation = {"num_prompts": 2, "every": 2}
+        changes = {"evaluation": evaluation, "execute": {"checkpoints": keep}, "algorithm.steps": 5}
+        trace = simulate(small_run(changes))
+        return [
+            c.version for e in trace.entries for c in e.commands if isinstance(c, SaveCheckpoint)
+        ]
+
+    assert steps() == [5]
+    assert steps(keep_best=1) == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "key"),
+    [
+        ({"keep_best": 1}, "keep_best"),
+        ({"choice": "best"}, "choice"),
+        ({"keep_last": 1}, "keep_last"),
+    ],
+)
+def test_contradicting_keys_are_refused(checkpoints: dict[str, Any], key: str) -> None:
+    with pytest.raises(RunError, match=f"execute.checkpoints.{key}"):
+        small_run({"execute": {"checkpoints": checkpoints}})
+
+
+def run_directory(path: Path, *versions: int) -> Path:
+    """Write a run directory with checkpoints as trainers write them, of adapters too."""
+    saved(path / "checkpoints", *versions)
+    for each in (path / "checkpoints").iterdir():
+        for name in ("model.safetensors", "config.json", "tokenizer.json", "trainer.pt"):
+            (each / name).write_text(f"{name} of {each.name}")
+        (each / "adapter").mkdir()
+        (each / "adapter" / "adapter_model.safetensors").write_text("adapters")
+    return path
+
+
+def evaluated(path: Path, **scores: float) -> None:
+    """Write evaluations with these scores of versions."""
+    facts: dict[str, Any] = {"time": 0.0, "seconds": 1.0, "num_prompts": 1, "samples": 1}
+    facts |= {"confidence": 0.95, "mean_tokens": 1.0, "truncated_share": 0.0}
+    lines = [
+        EvaluationResult(step=int(name[1:]), scores={"avg@1": Score(each, 0.0, 1.0)}, **facts)
+        for name, each in scores.items()
+    ]
+    (path / EVALUATIONS).write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
+
+
+def test_a_checkpoint_is_chosen_by_step_or_by_score(tmp_path: Path) -> None:
+    run = run_directory(tmp_path, 4, 5)
+    assert choose_checkpoint(run, "last").version == 5
+    assert choose_checkpoint(run, 4).version == 4
+    with pytest.raises(ValueError, match="no checkpoint of step 3; there are 4, 5"):
+        choose_checkpoint(run, 3)
+    with pytest.raises(ValueError, match="has an evaluation score"):
+        choose_checkpoint(run, "best")
+    evaluated(run, v2=0.9, v4=0.8, v5=0.1)  # that of step 2 is not kept
+    assert choose_checkpoint(run, "best").version == 4
+
+
+def test_an_export_has_no_state_of_a_resume_and_refuses_a_full_directory(tmp_path: Path) -> None:
+    checkpoint = choose_checkpoint(run_directory(tmp_path / "run", 5), "last")
+    merged, apart = tmp_path / "merged", tmp_path / "apart"
+    export_checkpoint(checkpoint, str(merged), "merged")
+    names = {"model.safetensors", "config.json", "tokenizer.json", "weights"}
+    assert {file.name for file in merged.iterdir()} == names
+    export_checkpoint(checkpoint, str(apart), "apart")
+    assert "adapter_model.safetensors" in {file.name for file in apart.iterdir()}
+    assert not (apart / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="is not empty"):
+        export_checkpoint(checkpoint, str(merged), "merged")
+
+
+def test_weights_without_adapters_cannot_be_exported_apart(tmp_path: Path) -> None:
+    checkpoint = choose_checkpoint(run_directory(tmp_path / "run", 5), "last")
+    shutil.rmtree(checkpoint.path / "adapter")
+    with pytest.raises(ValueError, match="has no adapters"):
+        export_checkpoint(checkpoint, str(tmp_path / "out"), "apart")
+    assert not (tmp_path / "out").exists()
+
+
+class LocalHub:
+    """A hub in a local directory, with the calls that an export makes."""
+
+    root = Path()
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+        assert private and exist_ok
+        if "/" not in repo_id:
+            raise ValueError("no owner")
+        (self.root / repo_id).mkdir(parents=True, exist_ok=True)
+
+    def upload_folder(self, *, folder_path: Path, repo_id: str, commit_message: str) -> None:
+        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
+        (self.root / "messages").write_text(commit_message)
+
+
+def test_a_checkpoint_is_pushed_to_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", LocalHub)
+    monkeypatch.setattr(LocalHub, "root", tmp_path / "hub")
+    checkpoint = choose_checkpoint(run_directory(tmp_path / "run", 5), "last")
+    assert export_checkpoint(checkpoint, "hf://me/model", "merged") == "hf://me/model"
+    assert (tmp_path / "hub" / "me" / "model" / "model.safetensors").exists()
+    assert (tmp_path / "hub" / "messages").read_text() == "Upload step 5"
+    with pytest.raises(RuntimeError, match="the hub does not take the checkpoint: no owner"):
+        export_checkpoint(checkpoint, "hf://model", "merged")
