@@ -38,7 +38,7 @@ def tiny_model(vocab_size: int, **changes: Any) -> Any:
 
 def save_tiny_model(directory: Path, symbols: Sequence[str]) -> None:
     """Write such a model and its tokenizer, to which each symbol is a token: "<pad>" and "<eos>" first, then characters."""
-    _save_tokenizer(directory, symbols)
+    save_tiny_tokenizer(directory, symbols)
     ids = {"pad_token_id": 0, "eos_token_id": 1}
     model = tiny_model(len(symbols), max_position_embeddings=64, **WIDE_HEADS, **ids)
     model.save_pretrained(directory)
@@ -48,7 +48,7 @@ def save_tiny_reward_model(
     directory: Path, symbols: Sequence[str], *, by_token: bool = False, outputs: int = 1
 ) -> Path:
     """Write a random model that scores sequences, or tokens, with a tokenizer as `save_tiny_model` does; return where."""
-    _save_tokenizer(directory, symbols)
+    save_tiny_tokenizer(directory, symbols)
     torch.set_num_threads(1)
     torch.manual_seed(1)
     kind: Any = Qwen2ForTokenClassification if by_token else Qwen2ForSequenceClassification
@@ -59,7 +59,8 @@ def save_tiny_reward_model(
     return directory
 
 
-def _save_tokenizer(directory: Path, symbols: Sequence[str]) -> None:
+def save_tiny_tokenizer(directory: Path, symbols: Sequence[str]) -> None:
+    """Write a tokenizer to which each symbol is a token, "<pad>" and "<eos>" first."""
     core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
