@@ -30,7 +30,7 @@ RAN = {
         Ran("rollout.backend = transformers", "every test and benchmark", CHECKED),
         Ran("rollout.backend = static", "`make test`", CHECKED),
         Ran("rollout.backend = vllm", "`make test-vllm`, in float32", BY_HAND),
-        Ran("rollout.backend = sglang", NEVER, NEVER),
+        Ran("rollout.backend = sglang", "by hand, in float32", NEVER),
         Ran("rollout.backend = external", "`make test`, `make test-vllm`", NEVER),
         Ran("rollout.tensor_parallel > 1", "`make test-vllm`, 2 in float32", NEVER),
         Ran("trainer.backend = torch", "every test and benchmark", CHECKED),

@@ -1,7 +1,7 @@
 """Generate with a server of SGLang that this replica starts and ends; the rest is `ExternalEngine`.
 
-Starting has never been run: SGLang's package needs kernels for GPUs. The API was tested against a small server that
-speaks it (`tests/test_external.py`).
+It was started by hand on a CPU (0.5.23, float32, attention of torch), and never on a GPU. Tests use a small server that speaks
+the same API (`tests/test_external.py`).
 """
 
 from __future__ import annotations
