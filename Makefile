@@ -22,6 +22,7 @@
 #   make lock            write requirements.lock from the newest versions
 # Reliability:
 #   make faults          planned faults in every system; writes docs/reliability.md; twenty minutes
+#   make matrix          every role, dead, hung, stuck or slow at each command, on every back end; writes docs/fault-matrix.md; an hour
 #   make kills           forty processes killed at random moments; ten minutes
 #   make soak            memory growth: 10,000 simulated steps, and half an hour of executed steps under faults
 # Speed:
@@ -79,7 +80,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-environments test-wheel lock fuzz mutants faults kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-environments test-wheel lock fuzz mutants faults matrix kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -163,6 +164,9 @@ mutants: $(READY)
 
 faults: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m benchmarks.bench_faults
+
+matrix: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m tests.whole_matrix
 
 lint: $(READY)
 	$(BIN)/ruff check .

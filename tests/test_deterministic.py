@@ -120,6 +120,7 @@ def straight(project: Path) -> dict[str, Any]:
 
 def test_two_runs_make_the_same_tokens_and_weights(project: Path, straight: dict[str, Any]) -> None:
     others = ("--set", "rollout.replicas=1", "--set", "trainer.micro_batch=5")
+    others = (*others, "--set", "policies.system=disaggregated")
     again = what_it_made(execute(project, "again", *IN_PROCESS, *others))
     assert len(straight["rollouts"]) == 5 * 32 and len(straight["steps"]) == 5
     assert sum(step["grad_norm"] > 0 for step in straight["steps"]) >= 3

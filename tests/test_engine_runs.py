@@ -11,6 +11,7 @@ import pytest
 from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.run_directory import read_metrics
+from streamrl.runfile.algorithms import ALGORITHMS
 from streamrl.runfile.policies_config import SystemName
 from tests.command_line import streamrl
 from tests.engines import params
@@ -138,6 +139,32 @@ def test_every_algorithm_trains(
     done = streamrl("execute", tmp_path / "run.toml", *OPTIONS, *options, *more)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ledger"]["is_balanced"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.own)
+@pytest.mark.parametrize(
+    ("backend", "trainer"),
+    [
+        pytest.param("vllm", ("torch", 1, 0), id="vllm-torch", marks=pytest.mark.vllm),
+        *(
+            pytest.param(
+                "transformers", each.values, id=f"transformers-{each.id}", marks=each.marks
+            )
+            for each in TRAINERS[2:]
+        ),
+    ],
+)
+def test_every_algorithm_makes_five_steps_on_every_back_end(
+    backend: str, trainer: tuple[str, int, int], name: str, tmp_path: Path
+) -> None:
+    """Such runs on transformers and torch are in the suite, among others in `test_learning`."""
+    own = ("policies.system=stream-sync", f"algorithm.name={name}", "algorithm.steps=5")
+    execute(tmp_path, backend, *own, *of_trainer(*trainer))
+    steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert any(line.get("grad_norm", 0.0) > 0 for line in steps)
+    assert all(line["staleness_max"] == 0 for line in steps)
+    assert all(line.get("logprob_gap", 0.0) < 1e-3 for line in steps)
 
 
 OWN_FIGURES = {

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
 from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.record.restarts import ledger_of_run
 from tests.command_line import streamrl
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
 from tests.test_engine_runs import EASY, FAULTS, MODES, of_trainer
@@ -161,6 +163,43 @@ def test_a_node_that_dies_costs_no_rollout(nodes: Nodes, tmp_path: Path) -> None
     assert ReplicaLost in [type(entry.event) for entry in trace.entries]
 
 
+def driver_of(directory: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Prepare a run, and start its driver as a process of its own."""
+    prepare(directory)
+    command = [sys.executable, "-c", "from streamrl.cli import main; main()", "execute", "run.toml"]
+    with (directory / "driver.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, *arguments],
+            cwd=directory,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+
+
+def wait_for_lines(directory: Path, count: int, driver: subprocess.Popen[bytes]) -> None:
+    metrics = directory / "run" / "metrics.jsonl"
+    while not metrics.is_file() or metrics.read_text().count("\n") < count:
+        assert driver.poll() is None, (directory / "driver.log").read_text()
+        time.sleep(0.05)
+
+
+def test_all_nodes_of_the_replicas_die_and_are_back_after_eight_seconds(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    driver = driver_of(tmp_path, *options(nodes.address, "algorithm.steps=16"))
+    wait_for_lines(tmp_path, 3, driver)
+    nodes.kill("first")
+    nodes.kill("second")
+    time.sleep(8)
+    nodes.mend()
+    assert driver.wait(300) == 0, (tmp_path / "driver.log").read_text()
+    run = tmp_path / "run"
+    ledger = to_builtins(ledger_of_run(read_trace(run / "trace.jsonl"), run))
+    trace = check(tmp_path, ledger)
+    assert ReplicaLost in [type(entry.event) for entry in trace.entries]
+
+
 COME_AND_GO = (
     "rollout.replicas=1",
     "policies.resize=adjust",
@@ -174,20 +213,8 @@ COME_AND_GO = (
 def test_a_driver_of_replicas_that_come_and_go_is_killed_and_leaves_nothing_and_is_resumed(
     nodes: Nodes, tmp_path: Path
 ) -> None:
-    prepare(tmp_path)
-    arguments = options(nodes.address, *COME_AND_GO, "algorithm.steps=200")
-    command = [sys.executable, "-c", "from streamrl.cli import main; main()", "execute", "run.toml"]
-    driver = subprocess.Popen(
-        [*command, *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not metrics.is_file() or metrics.read_text().count("\n") < 6:
-        assert driver.poll() is None
-        time.sleep(0.05)
+    driver = driver_of(tmp_path, *options(nodes.address, *COME_AND_GO, "algorithm.steps=200"))
+    wait_for_lines(tmp_path, 6, driver)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     arguments = options(nodes.address, *COME_AND_GO, "algorithm.steps=10")

@@ -40,6 +40,8 @@ PATIENCE = 2.0
 """Seconds without a sign of life after which a role is lost."""
 LIMIT = 400.0
 """Seconds after which a run counts as lost."""
+TRIES = 3
+"""Runs of a cell whose command is never sent, because no rollout runs at that moment."""
 ENGINES = ("transformers", "vllm")
 TRAINERS = {
     "torch": (),
@@ -260,6 +262,9 @@ def main() -> None:
             if known or back_end not in arguments.back_ends or time.monotonic() > end:
                 continue
             cell = run_cell(Path(name), back_end, case)
+            for _ in range(TRIES - 1):
+                if cell.verdict == UNREACHED:
+                    cell = run_cell(Path(name), back_end, case)
             done[cell.key] = cell
             with arguments.cells.open("ab") as file:
                 file.write(msgspec.json.encode(cell) + b"\n")
