@@ -38,8 +38,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "fault-matrix.md"
 STEPS = 4
 PATIENCE = 2.0
 """Seconds without a sign of life after which a role is lost."""
-LIMIT = 400.0
-"""Seconds after which a run counts as lost."""
+LIMIT = 1200.0
+"""Seconds after which a run counts as lost: more than ten starts of vLLM, after which the watchdog ends a stuck start."""
 TRIES = 3
 """Runs of a cell whose command is never sent, because no rollout runs at that moment."""
 ENGINES = ("transformers", "vllm")
