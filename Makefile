@@ -19,7 +19,10 @@
 #   make mutants         small faults in the code, one at a time: does a test catch each?
 #   make gate            errors of predictions by partition against docs/fidelity-partitions.csv, none may rise; ratios; the paper
 #   make lint            style, types and plain English
-#   make lock            write requirements.lock from the newest versions
+# Supply chain:
+#   make lock            write requirements.lock, with hashes, from the newest versions
+#   make sbom            list the installed packages in CycloneDX, in build/sbom.json
+#   make audit           check the locked packages against known vulnerabilities; skipped where no advisories can be reached
 # Reliability:
 #   make faults          planned faults in every system; writes docs/reliability.md; twenty minutes
 #   make matrix          every role, dead, hung, stuck or slow at each command, on every back end; writes docs/fault-matrix.md; an hour
@@ -52,6 +55,9 @@
 PYTHON ?= python3
 # The package index decides whether this is a CPU or a CUDA build.
 TORCH ?= torch==2.13.0
+# requirements.lock has the hashes of the CPU build of torch for Linux on x86-64 and Python 3.11. Elsewhere, and with
+# LOCKED=no, such as for a CUDA build, the locked versions are installed without hashes.
+LOCKED ?= $(shell $(PYTHON) -c "import sys, platform as p; print('yes' if (sys.version_info[:2], sys.platform, p.machine()) == ((3, 11), 'linux', 'x86_64') and '$(TORCH)' == 'torch==2.13.0' else 'no')")
 VENV := .venv
 # Python compiles a module when it is first imported. Compiling every installed module here would take a minute.
 PIP_INSTALL := pip install --quiet --no-compile
@@ -63,6 +69,7 @@ TRL := build/trl
 EXPORTS := build/exports
 ENVIRONMENTS := build/environments
 DOCS := build/docs
+SUPPLY := build/supply
 DEMO := build/demo
 # An idle worker steals half of another's tests. Many tests wait, so three workers keep two cores busy.
 SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
@@ -80,7 +87,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-environments test-wheel lock fuzz mutants faults matrix kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix kills lint format bench bench-ablation bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -150,11 +157,21 @@ test-wheel: $(READY)
 	rm -rf build/wheel
 	$(BIN)/python -m tests.wheel build/wheel
 
-lock:
-	$(PYTHON) -m venv --clear build/newest
-	build/newest/bin/python -m $(PIP_INSTALL) $(TORCH)
-	build/newest/bin/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]'
-	build/newest/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock
+# No option writes the address of a registry. A local version such as +cpu is left out, because other builds lack it.
+lock: $(SUPPLY)/.ready
+	printf '%s\n' '$(TORCH)' hatchling editables > build/lock.in
+	$(SUPPLY)/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-annotate --no-header \
+		--no-emit-index-url --no-emit-find-links --extra executor --extra notebooks --extra dev \
+		--output-file build/lock.txt pyproject.toml build/lock.in
+	{ echo '# Versions and hashes of everything that `make .venv/.ready` installs. Written by `make lock`.'; \
+	  echo '# torch is the CPU build for Linux on x86-64 and Python 3.11; other builds: make LOCKED=no'; \
+	  sed -E '/^(#|$$)/d; s/^(torch==[0-9.]+)\+[a-z0-9]+/\1/' build/lock.txt; } > requirements.lock
+
+sbom: $(READY) $(SUPPLY)/.ready
+	PATH=$(SUPPLY)/bin:$$PATH $(BIN)/python -m tests.supply_chain sbom build/sbom.json $(BIN)/python
+
+audit: $(SUPPLY)/.ready
+	PATH=$(SUPPLY)/bin:$$PATH $(SUPPLY)/bin/python -m tests.supply_chain audit
 
 fuzz: $(READY)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-1000} $(BIN)/python -m pytest tests/test_fuzz.py
@@ -255,8 +272,14 @@ bench-plan: $(READY)
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'streamrl needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
+ifeq ($(LOCKED),yes)
+	$(BIN)/python -m $(PIP_INSTALL) --require-hashes --requirement requirements.lock
+	$(BIN)/python -m $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+else
+	sed -nE '/^torch==/d; s/^([^ #]+==[^ ]+).*/\1/p' requirements.lock > $(VENV)/versions.txt
 	$(BIN)/python -m $(PIP_INSTALL) $(TORCH)
-	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint requirements.lock
+	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint $(VENV)/versions.txt
+endif
 	$(BIN)/python -W ignore -c "import reasoning_gym"  # compile it once: its packages print warnings then
 	touch $@
 
@@ -265,6 +288,11 @@ $(DOCS)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m $(PIP_INSTALL) 'pip>=25.1'
 	$(DOCS)/bin/python -m $(PIP_INSTALL) --group docs
+	touch $@
+
+$(SUPPLY)/.ready:
+	$(PYTHON) -m venv --clear $(SUPPLY)
+	$(SUPPLY)/bin/python -m $(PIP_INSTALL) pip-tools cyclonedx-bom pip-audit
 	touch $@
 
 $(TRL)/.ready: pyproject.toml

@@ -26,6 +26,7 @@ from streamrl.engine.state import State
 from streamrl.engine.systems import build_dispatch, build_engine
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
+from streamrl.executor.checksums import find_damage
 from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.directory_lock import readable_by
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
@@ -196,6 +197,8 @@ def check_executable(run: Run) -> None:
         raise ValueError(
             f"sync.mode 'lora' merges adapters with weights, but {run.model.path} has no model*.safetensors"
         )
+    if damage := find_damage(Path(run.model.path), reads_all=True):
+        raise ValueError(f"model.path: {run.model.path}: {damage}; copy the directory again")
     for problem in weight_problems(Path(run.model.path)):
         raise ValueError(f"model.path: {run.model.path} {problem}")
     if not run.workload.sources or not (run.verifier.rewards or run.environment):
