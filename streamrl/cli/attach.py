@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from streamrl.cli.output import echo
 from streamrl.cli.shared import RunDirectory
 from streamrl.runfile.field_checks import drop_unused
 from streamrl.runfile.files import (
@@ -42,7 +43,7 @@ def attach(
     running = decode_run(find_run(run).read_bytes())
     names = running.secondary_trainer_names
     follower = _read_secondary_trainer(trainer, run_table(running), names)
-    typer.echo(ask(run, Attach(secondary_trainer_section(follower))))
+    echo(ask(run, Attach(secondary_trainer_section(follower))))
 
 
 def _read_secondary_trainer(
@@ -79,4 +80,4 @@ def detach(
     """
     from streamrl.executor.subscribers.attach_requests import Detach, ask
 
-    typer.echo(ask(run, Detach(name)))
+    echo(ask(run, Detach(name)))

@@ -10,6 +10,7 @@ import typer
 from msgspec.structs import replace
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -97,9 +98,9 @@ def calibrate(
         return
     stdout_console().print(calibration_table(found.calibration))
     for note in found.notes:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     if output is not None:
-        typer.echo(f'{output}: name it in a run file, [costs] calibration = "{output.name}"')
+        echo(f'{output}: name it in a run file, [costs] calibration = "{output.name}"')
 
 
 def _fit(run: Run, measured: Path, log_format: str | None, held_out: float) -> Calibrated:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import PlainCommand, PlainGroup
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.record.evaluation import read_evaluations
 from streamrl.runfile.config import AdapterForm, CheckpointChoice
@@ -73,7 +74,7 @@ def export(
 
     chosen = choose_checkpoint(run, step_of(step))
     place = export_checkpoint(chosen, output, _form_of(adapters))
-    typer.echo(f"step {chosen.version}: {place}")
+    echo(f"step {chosen.version}: {place}")
 
 
 def step_of(text: str) -> CheckpointChoice | int:

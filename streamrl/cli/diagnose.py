@@ -22,6 +22,7 @@ from streamrl.cli.init import (
     PromptTokens,
     check_alone,
 )
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -127,7 +128,7 @@ def diagnose(
         return
     stdout_console().print(diagnosis_table(found))
     for line in diagnosis_lines(found):
-        typer.echo(line)
+        echo(line)
 
 
 def _run_of(run_file: Path | None, stated: dict[str, object], overrides: Iterable[str]) -> Run:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, Intervals, print_json, stdout_console
 from streamrl.cli.simulate_against import compare
 from streamrl.record.run_comparison import Against
@@ -52,7 +53,7 @@ def diff(
             }
         )
     elif as_markdown:
-        typer.echo(diff_markdown(changes, against, why_not, intervals=intervals))
+        echo(diff_markdown(changes, against, why_not, intervals=intervals))
     else:
         stdout_console().print(diff_report(changes, against, why_not, intervals=intervals))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, Overrides, RunFile, print_json, stdout_console
 from streamrl.doctor import diagnosis, files
 from streamrl.doctor.examination import Examination, render
@@ -48,7 +49,7 @@ def doctor(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fal
         raise typer.Exit(1)
     if not as_json:
         verb = "execute" if table.get("model", {}).get("path") else "simulate"
-        typer.echo(f"next: {shlex.join(['streamrl', verb, str(run_file)])}")
+        echo(f"next: {shlex.join(['streamrl', verb, str(run_file)])}")
 
 
 def examine(table: dict[str, Any], run_file: Path) -> Examination:

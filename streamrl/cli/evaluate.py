@@ -12,6 +12,7 @@ from msgspec.structs import asdict, replace
 
 from streamrl.cli.checkpoint import step_of
 from streamrl.cli.log_output import Quiet, Verbose, set_verbosity
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, Overrides, print_json, stdout_console
 from streamrl.record.evaluation import EvaluationResult, difference, read_evaluations
 from streamrl.record.run_directory import RUN
@@ -182,4 +183,4 @@ def _show(found: Mapping[str, EvaluationResult], config: EvaluationConfig) -> No
         one, other = found.values()
         for name, each in difference(one, other, config).items():
             first, second = found
-            typer.echo(say_difference(each, name, f"of {first} above {second}"))
+            echo(say_difference(each, name, f"of {first} above {second}"))

@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import replace
-from rich.console import Console
 
+from streamrl.cli.consoles import SafeConsole
 from streamrl.cli.log_output import Quiet, Verbose, set_verbosity
+from streamrl.cli.output import echo
 from streamrl.cli.shared import (
     AsJson,
     Overrides,
@@ -84,7 +85,7 @@ def execute(
         with RunWatch(
             run.algorithm.steps,
             [kind.max_running for kind in run.rollout.kinds],
-            Console(stderr=True, quiet=quiet),
+            SafeConsole(stderr=True, quiet=quiet),
         ) as watch:
             how = _how_to_resume(run_file, overrides or ())
             planned = None if overrides else _planned_step_time(run_file)
@@ -92,7 +93,7 @@ def execute(
     except RunInterruptedError as error:
         with suppress(OSError):  # the terminal was closed
             _log_remains(output)
-            typer.echo(f"streamrl: {error}", err=True)
+            echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
     except RuntimeError:
         _log_remains(output)
@@ -113,8 +114,8 @@ def execute(
         if results := read_evaluations(output):
             console.print(evaluations_table(results))
         if run.evaluation is not None and (change := say_change(results, run.evaluation)):
-            typer.echo(change)
-        typer.echo(ledger_line(ledger))
+            echo(change)
+        echo(ledger_line(ledger))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
 
 
@@ -122,12 +123,12 @@ def _log_remains(output: Path) -> None:
     """Log the ledger of an interrupted run and write its views, if it has a trace."""
     if (output / TRACE).exists():
         trace = open_trace(output)
-        typer.echo(ledger_line(ledger_of_run(trace, output)), err=True)
+        echo(ledger_line(ledger_of_run(trace, output)), err=True)
         if not _is_large(output):
             with suppress(OSError, ValueError):  # the original error of the run matters more
                 write_results(output, views_of(trace), trace.run_id)
         look = shlex.join(["streamrl", "report", str(output)])
-        typer.echo(f"what it did and learned: {look}", err=True)
+        echo(f"what it did and learned: {look}", err=True)
 
 
 def _is_large(output: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.runfile.key_reference import Key, Table, find, reference_markdown, tables
 from streamrl.runfile.run_file_schema import run_file_schema
@@ -46,9 +47,9 @@ def explain(
     Example: streamrl explain rollout.max_running
     """
     if as_schema:
-        typer.echo(json.dumps(run_file_schema(), indent=1))
+        echo(json.dumps(run_file_schema(), indent=1))
     elif as_markdown:
-        typer.echo(reference_markdown(), nl=False)
+        echo(reference_markdown(), nl=False)
     elif key is None and as_json:
         print_json(tables())
     elif key is None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import export_name
@@ -58,9 +59,9 @@ def export(
     if as_json:
         print_json({"framework": name[0], "script": script, "file": output and str(output)})
     elif output is None:
-        typer.echo(script, nl=False)
+        echo(script, nl=False)
     else:
-        typer.echo(f"written to {output}")
+        echo(f"written to {output}")
 
 
 def claim_script(path: Path, *, force: bool) -> None:

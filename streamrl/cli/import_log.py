@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.shared import (
     AsJson,
     RolloutFields,
@@ -122,10 +123,10 @@ def import_log(
         print_json({"format": kind, **fragment.facts, "files": sorted(files), "notes": notes})
         return
     told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fragment.facts.items())
-    typer.echo(f"{recorded}: {kind}: {told}")
+    echo(f"{recorded}: {kind}: {told}")
     for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"written: {', '.join(str(output / name) for name in sorted(files))}")
+        echo(f"note: {note}")
+    echo(f"written: {', '.join(str(output / name) for name in sorted(files))}")
 
 
 def _is_data_set(recorded: str) -> bool:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.shared import Overrides, claim_file, stdout_console
 from streamrl.runfile.result_files import write_file
 
@@ -257,9 +258,9 @@ def init(
     text = run_text(answer.run, run_file, _notes(question, answer.recommended.choice))
     write_file(run_file, _commented(text))
     print_first_answer(answer, question, stated)
-    typer.echo(f"written to {run_file}; next:")
-    typer.echo(f"  streamrl plan {run_file} -o DIR    # compare plans by simulation")
-    typer.echo(f"  streamrl simulate {run_file}       # predict the layout of this file")
+    echo(f"written to {run_file}; next:")
+    echo(f"  streamrl plan {run_file} -o DIR    # compare plans by simulation")
+    echo(f"  streamrl simulate {run_file}       # predict the layout of this file")
 
 
 def _notes(question: Question, choice: str) -> list[str]:
@@ -282,7 +283,7 @@ def _ask_for_rest(stated: dict[str, Any]) -> None:
                 answer = read_answer(name, written.strip())
                 check_answers({**stated, name: answer})
             except ValueError as error:
-                typer.echo(f"  {error}")
+                echo(f"  {error}")
             else:
                 stated[name] = answer
 

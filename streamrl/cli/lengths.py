@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import typer
 
+from streamrl.cli.output import echo
 from streamrl.cli.shared import (
     AsJson,
     RolloutFields,
@@ -88,9 +89,9 @@ def lengths(
     prompts = (
         "" if found.prompt_tokens is None else f", prompts of {found.prompt_tokens:,.0f} tokens"
     )
-    typer.echo(f"{found.text}: {statistics.rollouts:,} outputs{prompts}")
+    echo(f"{found.text}: {statistics.rollouts:,} outputs{prompts}")
     for line in [*histogram_lines(statistics), *(f"note: {note}" for note in found.notes)]:
-        typer.echo(line)
+        echo(line)
 
 
 def _find(source: str, fields: Sequence[str]) -> Found:

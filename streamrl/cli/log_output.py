@@ -11,6 +11,7 @@ from typing import Annotated, TextIO
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.runfile.escaping import visible
 
 Verbose = Annotated[
     int,
@@ -52,6 +53,14 @@ class StderrHandler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
+class VisibleFormatter(logging.Formatter):
+    """Escapes control characters of messages."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return visible(super().format(record))
+
+
 HANDLER = StderrHandler()
 OURS, ASYNCIO, EVERYBODY = map(logging.getLogger, ("streamrl", "asyncio", None))
 
@@ -79,7 +88,7 @@ def set_verbosity(verbose: int = 0, quiet: bool = False) -> None:
     if verbose and quiet:
         raise ValueError("-v and -q exclude each other; use one of them")
     OURS.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
-    HANDLER.setFormatter(logging.Formatter(DETAILED if verbose else BRIEF))
+    HANDLER.setFormatter(VisibleFormatter(DETAILED if verbose else BRIEF))
     OURS.addHandler(HANDLER)
     if verbose > 1:
         OURS.removeHandler(HANDLER)

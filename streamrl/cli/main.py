@@ -14,6 +14,8 @@ import typer
 from streamrl import __version__
 from streamrl.cli.lazy_commands import UNTIL_END, CommandTable, LazyGroup
 from streamrl.cli.log_output import log_to_stderr
+from streamrl.cli.output import echo
+from streamrl.runfile.escaping import visible
 
 STDERR = 2
 WRONG_INPUT = 2
@@ -160,7 +162,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"streamrl {__version__}")
+        echo(f"streamrl {__version__}")
         raise typer.Exit
 
 
@@ -220,4 +222,4 @@ def _is_read_only(descriptor: int) -> bool:
 def _say(error: Exception | str) -> None:
     text = " ".join(str(error).split())
     shown = text if len(text) <= MOST_LINE_CHARS else f"{text[:MOST_LINE_CHARS]}..."
-    print(f"streamrl: {shown}", file=sys.stderr)
+    print(f"streamrl: {visible(shown)}", file=sys.stderr)

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import replace
-from rich.console import Console
 
 from streamrl import __version__
+from streamrl.cli.consoles import SafeConsole
 from streamrl.cli.init import (
     AlgorithmOption,
     Budget,
@@ -33,6 +33,7 @@ from streamrl.cli.init import (
     print_first_answer,
 )
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -178,7 +179,7 @@ def plan(
                 first = answer.recommended
                 print_first_answer(answer, question, stated)
                 limit = format_duration(run.plan.time_limit)
-                typer.echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
+                echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
             with _progress() as watch:
                 planned = make_plan(run, watch, shows_own=has_own, first=first)
             if not as_json:
@@ -246,7 +247,7 @@ def _offer_of(
         return run_of(question, changes), False
     offer = load_offer(run_file or "", changes)
     if offer.ignored:
-        typer.echo(
+        echo(
             f"ignored, because it does not fit and plans replace it: {', '.join(offer.ignored)}",
             err=True,
         )
@@ -320,7 +321,7 @@ def _export(planned: Planned, other: ExportName, output: Path, *, as_json: bool)
         raise RuntimeError(f"the plan was written, but {path} was not: {error}") from None
     write_file(path, script)
     if not as_json:
-        Console(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
+        SafeConsole(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.profile_measure import missing_packages, need_executor
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
@@ -141,9 +142,9 @@ def accept(
     else:
         stdout_console().print(acceptance_table(result))
         for line in acceptance_lines(result):
-            typer.echo(line)
+            echo(line)
         if output is not None:
-            typer.echo(f"with these figures: STREAMRL_PROFILES={scaled} streamrl plan RUN.toml")
+            echo(f"with these figures: STREAMRL_PROFILES={scaled} streamrl plan RUN.toml")
     if decision == "return":
         raise typer.Exit(1)
 
@@ -169,7 +170,7 @@ def listen(
         print_json(found)
     else:
         rate, late = found.bandwidth / 1e9, found.latency * 1e3
-        typer.echo(f"{rate:.3g} GB/s and {late:.3g} ms one way, measured with {found.backend}")
+        echo(f"{rate:.3g} GB/s and {late:.3g} ms one way, measured with {found.backend}")
 
 
 def _run_file(plan: Path) -> Path:

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
@@ -150,7 +151,7 @@ def measure(
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
     )
-    typer.echo(f"measuring {setup.num_points} points; {DURATION}", err=True)
+    echo(f"measuring {setup.num_points} points; {DURATION}", err=True)
     try:
         with make_progress() as progress:
             task = progress.add_task("measure", total=setup.num_points, facts="starting")
@@ -158,7 +159,7 @@ def measure(
                 setup, gpu, lambda what: progress.update(task, advance=1, facts=what)
             )
     except RunInterruptedError as error:  # from the run that measures handling
-        typer.echo(f"streamrl: {Signals(error.signal).name}: {path} is not written", err=True)
+        echo(f"streamrl: {Signals(error.signal).name}: {path} is not written", err=True)
         raise typer.Exit(128 + error.signal) from None
     write_measured(found, path)
     if as_json:

@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from threading import Event, Thread
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,6 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from streamrl.cli.consoles import SafeConsole
+
 EVERY = 5.0
 """Seconds between plain lines, and before the first one, so that short commands print none."""
 STDERR = 2
@@ -25,7 +26,7 @@ STDERR = 2
 
 def make_progress() -> Progress:
     """Return a progress bar for a terminal, or plain lines otherwise."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         return PlainProgress()
     return Progress(*bar_columns(), console=console)

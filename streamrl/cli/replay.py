@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, check_ledger, open_trace, print_json, trace_file
 from streamrl.engine.messages import Command
 from streamrl.engine.trace import Divergence, Trace
@@ -51,8 +52,8 @@ def replay(
         if as_json:
             print_json({**facts, "ledger": ledger})
         else:
-            typer.echo(f"{_describe(facts)}, {_tell(difference)}")
-            typer.echo(ledger_line(ledger))
+            echo(f"{_describe(facts)}, {_tell(difference)}")
+            echo(ledger_line(ledger))
     check_ledger(*ledgers)
     if differing:
         raise RuntimeError(f"{differing} of {len(traces)} traces have different decisions")

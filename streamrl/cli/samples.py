@@ -9,15 +9,16 @@ from typing import Annotated
 
 import typer
 
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, holds_run, open_trace, print_json
 from streamrl.record.run_directory import SAMPLES
 from streamrl.record.samples import (
     SampledGroup,
     SampledRollout,
-    escape_control_characters,
     read_completions,
 )
 from streamrl.report.words import ENDS
+from streamrl.runfile.escaping import visible
 
 
 def samples(
@@ -42,7 +43,7 @@ def samples(
     if as_json:
         print_json({"samples": groups})
     else:
-        typer.echo("\n\n".join(map(describe_group, groups)))
+        echo("\n\n".join(map(describe_group, groups)))
 
 
 def _refuse_simulated(directory: Path) -> None:
@@ -86,4 +87,4 @@ def _describe_rollout(rollout: SampledRollout) -> str:
 
 def _quoted(text: str) -> str:
     """Return an indented text."""
-    return indent(escape_control_characters(text), "  | ", lambda line: True)
+    return indent(visible(text), "  | ", lambda line: True)

@@ -15,9 +15,11 @@ import msgspec
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT, UNTIL_END
+from streamrl.cli.output import echo
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.record.ledger import Ledger, describe_faults
 from streamrl.record.run_directory import TRACE
+from streamrl.runfile.escaping import visible_json
 from streamrl.runfile.paths import check_no_directory, check_writable
 from streamrl.runfile.result_files import holder_of, is_device, locked, partial_of
 
@@ -69,13 +71,13 @@ HEADER = b'{"format":'
 
 def stdout_console() -> Console:
     """Return standard output, as wide as its terminal; else wide enough for whole tables, and without blanks at line ends."""
-    from rich.console import Console
+    from streamrl.cli.consoles import SafeConsole
 
-    console = Console()
+    console = SafeConsole()
     if console.is_terminal or console.is_jupyter:
         return console
     width = None if "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(file=cast("TextIO", _WithoutTrailingBlanks(sys.stdout)), width=width)
+    return SafeConsole(file=cast("TextIO", _WithoutTrailingBlanks(sys.stdout)), width=width)
 
 
 class _WithoutTrailingBlanks(io.TextIOBase):
@@ -98,7 +100,7 @@ class _WithoutTrailingBlanks(io.TextIOBase):
 
 def print_json(value: object) -> None:
     """Print one JSON object on a line of its own."""
-    typer.echo(msgspec.json.encode(value).decode())
+    echo(visible_json(msgspec.json.encode(value).decode()))
 
 
 def check_ledger(*ledgers: Ledger) -> None:

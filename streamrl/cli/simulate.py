@@ -11,6 +11,7 @@ import typer
 from msgspec.structs import asdict
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
     AsJson,
@@ -171,10 +172,10 @@ def simulate(
         else:
             stdout_console().print(metrics_table(metrics, intervals=intervals))
             for fact in facts:
-                typer.echo(fact)
-            typer.echo(ledger_line(metrics.ledger))
+                echo(fact)
+            echo(ledger_line(metrics.ledger))
             if output is not None:
-                typer.echo(
+                echo(
                     f"written to {output}; next: {shlex.join(['streamrl', 'report', str(output)])}"
                 )
         check_ledger(metrics.ledger)

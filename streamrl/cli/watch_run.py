@@ -18,6 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.cli.consoles import SafeConsole
 from streamrl.cli.progress import STDERR, PlainProgress, bar_columns
 from streamrl.engine.messages import Event, Generated, Verified
 from streamrl.engine.state import State
@@ -119,7 +120,7 @@ class RunWatch:
             max_running: rollouts that a replica of each kind runs at once; further ones wait there.
             console: where to show it; a plain terminal gets lines, a quiet one nothing.
         """
-        console = console or Console(stderr=True)
+        console = console or SafeConsole(stderr=True)
         self._num_steps = num_steps
         self._max_running = max_running
         self._console = console

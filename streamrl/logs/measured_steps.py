@@ -34,6 +34,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.timeline import Span, Timeline, read_timeline
+from streamrl.runfile.escaping import visible
 from streamrl.workload.data_files import parse_number
 
 SECONDS = {
@@ -172,7 +173,7 @@ def write_steps(steps: Iterable[MeasuredStep], source: str) -> str:
     steps = list(steps)
     columns = [name for name in COLUMNS if any(getattr(each, name) is not None for each in steps)]
     text = io.StringIO()
-    text.write(f"# Measured steps of {' '.join(source.split())}; seconds and tokens.\n")
+    text.write(f"# Measured steps of {visible(' '.join(source.split()))}; seconds and tokens.\n")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for step in steps:

@@ -18,6 +18,7 @@ from streamrl.logs.printed_values import read_number
 from streamrl.record import run_directory
 from streamrl.record.prompt_tokens import PROMPTS, read_prompt_tokens
 from streamrl.record.run_directory import ROLLOUTS
+from streamrl.runfile.escaping import visible
 from streamrl.runfile.reading import read_json
 from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
 from streamrl.workload.data_files import read_csv, read_lines, read_rows
@@ -252,7 +253,7 @@ def write_prompts(found: RecordedRollouts) -> str:
 def write_lengths(found: RecordedRollouts, source: str) -> str:
     """Return rollouts as a CSV for `workload.lengths`, of kind groups, or empirical without prompts."""
     text = io.StringIO()
-    text.write(f"# Recorded rollouts of {' '.join(source.split())}; tokens.\n")
+    text.write(f"# Recorded rollouts of {visible(' '.join(source.split()))}; tokens.\n")
     writer = csv.writer(text, lineterminator="\n")
     prompts = found.prompt_tokens
     header = ["prompt_id"] if found.has_prompts else []

@@ -79,8 +79,3 @@ def shortened(text: str, most: int) -> str:
         return text
     half = most // 2
     return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
-
-
-def escape_control_characters(text: str) -> str:
-    """Return a text whose control and other unprintable characters are replaced by Python escapes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

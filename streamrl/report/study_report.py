@@ -15,6 +15,7 @@ from rich.table import Table as TextTable
 from streamrl.report.figures import png_of, study_figure
 from streamrl.report.study_file import Study
 from streamrl.report.study_table import MetricTable, Spread, find, label_of, make_table, name_of
+from streamrl.runfile.escaping import csv_rows
 from streamrl.runfile.keys import read_value
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.reading import decode_json
@@ -193,11 +194,12 @@ def rows_text(report: StudyResult) -> str:
     keys = [key for axis in report.grid.axes for key in axis.keys]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*keys, "seed", *report.rows[0].figures])
+    rows: list[list[object]] = [[*keys, "seed", *report.rows[0].figures]]
     for row in report.rows:
         values = report.grid.values(row.place)
         figures = [f"{figure:.10g}" for figure in row.figures.values()]
-        writer.writerow([*(values[key] for key in keys), row.seed, *figures])
+        rows.append([*(values[key] for key in keys), row.seed, *figures])
+    writer.writerows(csv_rows(rows))
     return file.getvalue()
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from streamrl.record.run_directory import FATES, OF_FAMILY, OF_SCORER, Line
-from streamrl.record.samples import SampledGroup, escape_control_characters, shortened
+from streamrl.record.samples import SampledGroup, shortened
 from streamrl.record.selection import SelectionMetrics, Share
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import Learned, RecordedRun
 from streamrl.report.pictures.drawing import Picture
 from streamrl.report.pictures.step_curves import Curve, curves_picture
 from streamrl.report.words import ENDS, percent, seconds
+from streamrl.runfile.escaping import visible
 
 MOST_TEXT = 600
 """Characters shown of a completion or a prompt; a longer one keeps both ends."""
@@ -178,7 +179,7 @@ def _steps_table(steps: Sequence[Line]) -> PageTable:
 
 
 def _samples_table(group: SampledGroup) -> PageTable:
-    prompt = escape_control_characters(shortened(group.prompt, MOST_TEXT))
+    prompt = visible(shortened(group.prompt, MOST_TEXT))
     rows = [
         [
             PageCell(figure(each.reward)),
@@ -186,7 +187,7 @@ def _samples_table(group: SampledGroup) -> PageTable:
             PageCell(f"{each.num_tokens:,}"),
             PageCell(ENDS[each.finish]),
             PageCell(f"{each.version}"),
-            PageCell(escape_control_characters(shortened(each.text, MOST_TEXT))),
+            PageCell(visible(shortened(each.text, MOST_TEXT))),
         ]
         for each in group.rollouts
     ]

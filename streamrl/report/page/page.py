@@ -56,6 +56,7 @@ from streamrl.report.page.sources import PlanMade, RecordedRun, Sources, read_so
 from streamrl.report.page.terms import Terms
 from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
 from streamrl.report.words import NBSP, pool_words
+from streamrl.runfile.escaping import visible
 from streamrl.runfile.formatting import listing
 
 
@@ -289,13 +290,14 @@ def _option_json(option: Option) -> dict[str, object]:
 
 def _table_text(text: object) -> Markup:
     """Escape characters that would end a Markdown table cell or look like HTML."""
-    return Markup(Markup.escape(str(text)).replace("|", "\\|").replace("\n", " "))
+    return Markup(Markup.escape(visible(str(text))).replace("|", "\\|").replace("\n", " "))
 
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("streamrl.report", "templates"),
     autoescape=select_autoescape(enabled_extensions=("html.j2", "md.j2", "css.j2")),
     undefined=StrictUndefined,
+    finalize=lambda value: visible(value) if type(value) is str else value,
     trim_blocks=True,
     lstrip_blocks=True,
 )
@@ -303,7 +305,7 @@ _ENVIRONMENT = Environment(
 
 def _code(text: str) -> Markup:
     """Escape text, and mark text between backticks as code. Elsewhere no line ends between a number and its "%"."""
-    parts = re.split(r"`([^`]+)`", str(Markup.escape(text)))
+    parts = re.split(r"`([^`]+)`", str(Markup.escape(visible(text))))
     written = [re.sub(r"(?<=\d) ?%", f"{NBSP}%", part) for part in parts[::2]]
     code = [f"<code>{part}</code>" for part in parts[1::2]]
     return Markup("".join(each for pair in zip(written, [*code, ""], strict=True) for each in pair))
