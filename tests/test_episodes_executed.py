@@ -18,6 +18,7 @@ from streamrl.engine.messages import Act, Event, Failed, Observed, Verified
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, replay
 from streamrl.executor.buffer import BufferedRollout
+from streamrl.executor.checkup import readiness
 from streamrl.executor.environment.session import (
     EnvironmentFaultError,
     EnvironmentHost,
@@ -148,9 +149,8 @@ def test_a_role_killed_in_mid_episode_loses_and_doubles_nothing(
     assert kill is not kill_environments or of(Act, failed)
 
 
-@pytest.mark.parametrize("after_loss", ["restart", "replay"])
-def test_a_killed_driver_resumes_in_mid_episode(tmp_path: Path, after_loss: str) -> None:
-    run = episode_run(tmp_path, env__after_loss=after_loss, execute__checkpoint_every=1)
+def test_a_killed_driver_resumes_in_mid_episode(tmp_path: Path) -> None:
+    run = episode_run(tmp_path, env__after_loss="replay", execute__checkpoint_every=1)
 
     class DeathError(Exception):
         pass
@@ -178,7 +178,7 @@ def test_a_killed_driver_resumes_in_mid_episode(tmp_path: Path, after_loss: str)
     trace = executed(run, tokens=tokens, resume=True)
     check_books(trace)
     kept = [k for e in trace.entries for g in getattr(e.event, "groups", ()) for k in g.turns]
-    assert any(each.answered for each in kept) == (after_loss == "replay")
+    assert any(each.answered for each in kept)
 
 
 def test_a_faulty_environment_ends_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -255,3 +255,12 @@ def test_a_class_that_cannot_be_used_is_refused_with_its_key() -> None:
     config = EnvironmentConfig(max_turns=4, max_context=100, implementation=f"{GAME}Missing")
     with pytest.raises(ValueError, match=r"environment\.implementation .* has no function Missing"):
         asyncio.run(EnvironmentHost(config).describe())
+
+
+@pytest.mark.parametrize(("name", "level"), [("Odd", "ok"), ("Bad", "error")])
+def test_the_doctor_begins_an_episode(tmp_path: Path, name: str, level: str) -> None:
+    run = episode_run(tmp_path, env__implementation=f"{GAME}{name}")
+    assert run.environment is not None
+    (found,) = readiness._find_environment(run.environment, run.workload)
+    assert found.level == level
+    assert level == "ok" or "environment.implementation" in found.text

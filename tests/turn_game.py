@@ -54,3 +54,10 @@ class Odd:
             case "number":
                 return 5, 0.0, False
         return action, 1, False
+
+
+class Bad:
+    """Cannot begin."""
+
+    def reset(self, task: dict[str, Any]) -> None:
+        raise KeyError("level")

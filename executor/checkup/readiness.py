@@ -5,10 +5,12 @@ torch is imported only to count GPUs.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from streamrl.executor.checkup.executed_memory import executed_memory
 from streamrl.executor.chosen_classes import check_chosen_classes
+from streamrl.executor.environment.session import EnvironmentFaultError, EnvironmentHost
 from streamrl.executor.launchers.placement import (
     PlacedRoles,
     find_gpus,
@@ -22,10 +24,13 @@ from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
 from streamrl.runfile.frameworks import keep_filled_in
 from streamrl.runfile.roles_config import ExternalConfig, RolloutConfig, VerifierConfig
+from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.targets.execute_limits import refusal_of
+from streamrl.workload.prompt_records import read_sources
 
 SERVER_TIME = 5.0
 """Seconds in which a server of external replicas must answer."""
@@ -101,6 +106,8 @@ def find(run: Run) -> Iterator[Finding]:
     if roles.device_of(run.trainer.pool) != "cpu":
         yield from _find_memory(resolve(run), run.rollout.max_tokens)
     yield from _find_sandbox(run.verifier)
+    if run.environment is not None and run.environment.implementation is not None:
+        yield from _find_environment(run.environment, run.workload)
 
 
 def _find_limits(run: Run) -> Iterator[Finding]:
@@ -243,6 +250,25 @@ def _find_sandbox(verifier: VerifierConfig) -> Iterator[Finding]:
     if not gaps:
         text = f"{what}: without network, other processes, files to write or files of yours to read"
         yield _finding("ok", "verifier", text)
+
+
+def _find_environment(config: EnvironmentConfig, workload: WorkloadConfig) -> Iterator[Finding]:
+    """Check that the environment can begin an episode of the first prompt, and how its process is limited."""
+    what = f"environment.implementation {config.implementation!r}"
+    for gap in find_gaps() if config.sandbox else ():
+        fix = "execute it on Linux 5.13 or newer, or set environment.sandbox=false for trusted code"
+        yield _finding("warning", "environment", f"{what} has an incomplete sandbox: {gap}", fix)
+    try:
+        record = read_sources(workload)[0].records[0]
+        asyncio.run(EnvironmentHost(config).try_out(record))
+    except (ValueError, OSError, IndexError, EnvironmentFaultError) as error:
+        text = f"{what} cannot begin an episode of the first prompt: {error}"
+        yield _finding(
+            "error", "environment", text, "mend the class, or the records of the prompts"
+        )
+        return
+    limits = "in a sandbox" if config.sandbox else "as trusted code"
+    yield _finding("ok", "environment", f"{what} begins an episode of the first prompt, {limits}")
 
 
 def visible_gpus() -> int:

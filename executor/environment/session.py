@@ -174,6 +174,22 @@ class EnvironmentHost:
             self.close()
             self._log = log
 
+    async def try_out(self, task: Record) -> None:
+        """Begin an episode of a record, as a check before a run.
+
+        Raises:
+            RunError: the class cannot be used.
+            EnvironmentFaultError: it cannot begin this episode.
+            WorkerLostError: its process ends.
+        """
+        await self.describe()
+        session = Session(self)
+        try:
+            await session.reset(task)
+        finally:
+            session.kill()
+            self.close()
+
     async def start(self) -> Description:
         """Start the process, and return the description of its class.
 
