@@ -31,11 +31,13 @@ def streamrl(*arguments: str | Path) -> Done:
     status: str | int | None = None
     output, errors = StringIO(), StringIO()
     argv = ["streamrl", *map(str, arguments)]
+    os.umask(mask := os.umask(0o022))  # a command sets it for its process
     with patch.object(sys, "argv", argv), redirect_stdout(output), redirect_stderr(errors):
         try:
             main()
         except SystemExit as end:
             status = end.code
+    os.umask(mask)
     return Done(int(status or 0), output.getvalue(), errors.getvalue())
 
 

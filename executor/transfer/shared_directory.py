@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -65,8 +66,10 @@ class SharedDirectory:
 def remove_abandoned(parent: Path) -> None:
     """Remove directories of this user whose owners have died."""
     for path in parent.glob(f"{PREFIX}*"):
-        with suppress(FileNotFoundError):  # its owner may remove it meanwhile
-            if path.stat().st_uid == os.getuid() and is_abandoned(path):
+        with suppress(OSError):  # its owner may remove it meanwhile
+            status = path.lstat()  # anyone may make a link of that name
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -15,6 +15,7 @@ from streamrl.cli.shared import (
     RolloutFields,
     claim_directory,
     holds_run,
+    keep_private,
     open_trace,
     print_json,
     trace_file,
@@ -99,6 +100,7 @@ def import_log(
     Example: streamrl import rollouts.jsonl -o recorded
     """
     chosen = parse_fields(fields or ())
+    keep_private(Path(recorded))
     claim_directory(output)
     files: dict[str, str] = {}
     notes: tuple[str, ...] = ()

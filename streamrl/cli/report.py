@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
+from streamrl.cli.shared import AsJson, claim_file, keep_private, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.runfile.result_files import write_files
 from streamrl.sim.studies.rerun import simulate_as_recorded
@@ -55,6 +55,7 @@ def report(
 
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
+    keep_private(*directories)
     target = directories[0] / PAGE if output is None else output
     claim_file(target)
     if markdown is not None:

@@ -110,6 +110,15 @@ def check_ledger(*ledgers: Ledger) -> None:
             raise RuntimeError(f"the ledger does not balance: {describe_faults(ledger)}")
 
 
+def keep_private(*sources: Path) -> None:
+    """Let this command make no file for users who may not read all of these files and directories."""
+    hidden = 0
+    for path in sources:
+        with suppress(OSError):
+            hidden |= ~path.stat().st_mode & 0o077
+    os.umask(os.umask(0o077) | hidden)
+
+
 def claim_directory(path: Path) -> None:
     """Raise `ValueError` if results could not be written to a directory. Called before any work; it leaves no file."""
     check_writable(path, "--output")
