@@ -9,12 +9,37 @@ Fused kernels on GPUs (torch 2.11 to 2.13, `sdp_utils.cpp`):
 
 cuDNN's kernel takes masks and grouped queries in half precision, but `streamrl.executor.pretrained` disables it.
 Without a fused kernel, torch computes the matrix of all attention scores, and training keeps it in memory.
+
+Packed passes have many rollouts one after the other. `attend_packed` computes all of them in one call where a kernel for
+sequences of different lengths exists, else in one call of `attend` for each:
+
+| kernel                            | needs                                                                            |
+|-----------------------------------|----------------------------------------------------------------------------------|
+| torch.nn.attention.varlen         | a GPU, half precision, heads of at most 256 values in multiples of 8, torch 2.13 |
+| flash_attn_varlen_func            | the same, and the package flash-attn instead of torch 2.13                       |
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+MOST_HEAD, HEAD_STEP = 256, 8
+"""Sizes of heads that flash attention computes (Dao-AILab/flash-attention, README)."""
+VarlenKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None, float | None],
+    torch.Tensor,
+]
+"""Returns causal attention of each sequence to itself, [tokens, heads, size].
+
+The arguments are those of `attend_packed`, with query, key and value as [tokens, heads, size]. The length of the longest
+sequence takes the place of all lengths.
+"""
 
 
 def attend(
@@ -45,6 +70,140 @@ def repeats(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return whether keys and values must be repeated, because no fused kernel supports grouped queries here."""
     if query.device.type != "cuda":
         return False
-    is_cast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if is_cast else query.dtype
-    return mask is not None or dtype == torch.float32
+    return mask is not None or _computed_in(query) == torch.float32
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    lengths: list[int],
+    bounds: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return causal attention of each sequence of a packed batch to itself, (1, tokens, heads, size).
+
+    Args:
+        query: (1, heads, tokens, size).
+        key: the same shape, but for fewer heads with grouped queries.
+        value: as `key`.
+        lengths: tokens of each sequence.
+        bounds: where each sequence starts, and the end of the last one, int32 on the device.
+        window: number of tokens that each token attends to, itself included; None: all before it.
+        scaling: factor of the scores; None: one over the root of the size.
+    """
+    kernel = varlen_kernel(query, value)
+    if kernel is not None:
+        dtype = _computed_in(query)
+        of_query, of_key, of_value = (
+            each[0].transpose(0, 1).to(dtype) for each in (query, key, value)
+        )
+        return kernel(of_query, of_key, of_value, bounds, max(lengths), window, scaling)[None]
+    split = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
+    masks = (_window(length, window, query.device) for length in lengths)
+    attended = [
+        attend(own_query, own_key, own_value, mask=mask, is_causal=mask is None, scaling=scaling)
+        for own_query, own_key, own_value, mask in zip(*split, masks, strict=True)
+    ]
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
+
+
+def varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> VarlenKernel | None:
+    """Return the kernel that computes sequences of different lengths in one call; None where there is none."""
+    size = query.shape[-1]
+    is_fit = size == value.shape[-1] and size <= MOST_HEAD and size % HEAD_STEP == 0
+    if query.device.type != "cuda" or _computed_in(query) == torch.float32 or not is_fit:
+        return None
+    return _installed_kernel()
+
+
+@cache
+def _installed_kernel() -> VarlenKernel | None:
+    if has_varlen():
+        return _by_torch
+    return _by_flash_attn if find_spec("flash_attn") is not None else None
+
+
+def has_varlen() -> bool:
+    """Return whether this torch has the kernel with grouped queries and windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"enable_gqa", "window_size", "scale"} <= inspect.signature(
+        varlen_attn
+    ).parameters.keys()
+
+
+def _by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=_before(window),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, torch.Tensor)  # without auxiliary results
+    return attended
+
+
+def _by_flash_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    attended: torch.Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=_before(window),
+    )
+    return attended
+
+
+def _before(window: int | None) -> tuple[int, int]:
+    """Return the tokens before and after a token that it attends to; -1: all."""
+    return (-1 if window is None else window - 1, 0)
+
+
+def _window(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return the attention mask, (length, length), if the window is shorter than the sequence; else None."""
+    if window is None or length <= window:
+        return None
+    mask = torch.ones(length, length, dtype=torch.bool, device=device)
+    return mask.tril().triu(1 - window)
+
+
+def _computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which attention to a tensor is computed."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

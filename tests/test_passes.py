@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from streamrl.executor import attention
 from streamrl.executor.pretrained import load_pretrained, load_reward_model
 from streamrl.executor.tokens import ID, LOGPROB
 from streamrl.executor.trainer.passes import FILLED_TO, attend_apart, output_logprobs, passes
@@ -158,6 +161,62 @@ def test_packed_passes_are_full_of_tokens_and_padded_ones_of_rows() -> None:
     assert [len(some) for some in passes(sequences[:3], 1, "packed")] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_one_call_for_all_rollouts_attends_as_one_call_for_each(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    lengths, calls = [11, 3, 20], []
+    bounds = torch.tensor([0, 11, 14, 34], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, 34, 8) for heads in (4, 2, 2))
+    own: dict[str, Any] = {"lengths": lengths, "bounds": bounds, "window": window, "scaling": 0.3}
+    apart = attention.attend_packed(query, key, value, **own)
+
+    def varlen(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Attention of many sequences as torch documents it: those up to `window_size[0]` before a token."""
+        calls.append((max_q, max_k))
+        starts = cu_seq_q.tolist()
+        assert starts == cu_seq_k.tolist() and enable_gqa and window_size[1] == 0
+        token = torch.arange(len(query))
+        sequence = torch.bucketize(token, cu_seq_q[1:].long(), right=True)
+        distance = token[:, None] - token[None, :]
+        seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+        if window_size[0] >= 0:
+            seen &= distance <= window_size[0]
+        by_head = (each.transpose(0, 1)[None] for each in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *by_head, attn_mask=seen, scale=scale, enable_gqa=True
+        )[0].transpose(0, 1)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda *_: attention._by_torch)
+    together = attention.attend_packed(query, key, value, **own)
+    assert calls == [(20, 20)]
+    torch.testing.assert_close(together, apart)
+
+
+def test_the_kernel_for_all_rollouts_takes_what_it_is_given() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    named = {"scale": None, "window_size": (-1, 0), "enable_gqa": True}
+    if attention.has_varlen():
+        inspect.signature(varlen_attn).bind(*range(7), **named)
+    half = torch.empty(1, 4, 8, 64, dtype=torch.bfloat16)
+    assert attention.varlen_kernel(half, half) is None, "none on a CPU"
+
+
 def test_a_model_whose_tokens_mix_by_other_ways_than_attention_is_refused() -> None:
     model = make_model("llama")
     layer = model.model.layers[0].mlp
@@ -165,6 +224,20 @@ def test_a_model_whose_tokens_mix_by_other_ways_than_attention_is_refused() -> N
     with pytest.raises(
         ValueError, match=r"^trainer\.packing must be 'padded' for this model: pack"
     ):
+        attend_apart(model)
+
+
+@pytest.mark.parametrize(("dtype", "is_refused"), [("float32", True), ("bfloat16", False)])
+def test_a_difference_of_a_few_roundings_is_no_mixing(dtype: str, is_refused: bool) -> None:
+    model = make_model("llama").to(getattr(torch, dtype))
+    scale = iter((1.0, 1.0, 1.018))  # of each rollout alone, and of both together
+    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * next(scale))
+    context = (
+        pytest.raises(ValueError, match="packed rollouts change")
+        if is_refused
+        else contextlib.nullcontext()
+    )
+    with context:
         attend_apart(model)
 
 
