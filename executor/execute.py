@@ -370,7 +370,7 @@ async def _execute_in(
     from streamrl.executor.environment.observation_tokens import ObservationEncoder
     from streamrl.executor.environment.session import EnvironmentHost, with_tool_format
     from streamrl.executor.evaluation import HeldOut, held_out_prompts, verifier_of
-    from streamrl.executor.launchers.role_configs import RoleConfigs
+    from streamrl.executor.launchers.role_configs import RoleConfigs, weights_room
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
     from streamrl.executor.verifier.verifier import Verifier
@@ -471,7 +471,13 @@ async def _execute_in(
             launcher,
             buffer,
             verifier,
-            partial(make_transfer, run.sync, run.execute.launcher, launcher),
+            partial(
+                make_transfer,
+                run.sync,
+                run.execute.launcher,
+                launcher,
+                weights_room(run.model, serves_adapters=run.serves_adapters),
+            ),
             directory,
             records,
             checkpoint,
@@ -515,14 +521,14 @@ def make_launcher(roles: PlacedRoles, directory: RunDirectory, configs: RoleConf
 
 
 def make_transfer(
-    sync: SyncConfig, launcher_name: str, launcher: Launcher, write: Write
+    sync: SyncConfig, launcher_name: str, launcher: Launcher, room: int, write: Write
 ) -> TransferRole:
-    """Return the weight transfer of a run: a directory shared by all roles, or relays."""
+    """Return the weight transfer of a run: a directory shared by all roles with `room` bytes, or relays."""
     from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
     from streamrl.executor.transfer.transfer import Transfer
 
     if not uses_relays(launcher_name, sync.mode):
-        return Transfer(write)
+        return Transfer(write, room)
     return RelayedTransfer(write, sync, launcher.relay, launcher.trainer_place)
 
 

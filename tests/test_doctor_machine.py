@@ -114,6 +114,21 @@ def test_missing_gpus_are_an_error_where_the_run_file_insists(
     assert "gpus" not in bad(list(readiness.find(run)))
 
 
+@pytest.mark.parametrize(
+    ("free", "tensor_parallel", "level"),
+    [(2**30, 2, ""), (1000, 1, "warning"), (64 * 2**20, 2, "error")],
+)
+def test_a_container_with_little_shared_memory_is_found(
+    free: int, tensor_parallel: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "free_shared_memory", lambda: free)
+    changes = {"rollout.tensor_parallel": tensor_parallel, "rollout.backend": "vllm"}
+    changes |= {"cluster.pools.here.gpus_per_node": 4}
+    found = bad(list(readiness.find(make_run(local_table(tmp_path, changes)))))
+    assert (found["shared-memory"].level if level else "") == level
+    assert not level or "--shm-size" in found["shared-memory"].fix
+
+
 @pytest.mark.parametrize("scorer", ["exact", "math-verify", "reasoning-gym"])
 def test_a_machine_without_a_sandbox_is_a_warning_where_answers_are_evaluated(
     scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

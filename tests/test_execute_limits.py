@@ -304,10 +304,17 @@ def test_vllm_shares_gpus_with_the_trainer(tmp_path: Path) -> None:
 
 
 def test_vllm_on_a_gpu_takes_prefixes_as_its_server_does_beside_all_that_may_decode() -> None:
-    def place(max_running: int) -> dict[str, Any]:
-        limits = {"max_running": max_running, "max_tokens": 8, "max_prompt_tokens": 8}
-        settings = {"model": "m", "temperature": 1.0, "seed": 0, "device": "cuda", **limits}
-        return device_arguments(ReplicaSettings(**settings))  # type: ignore[arg-type]
+    assert place_on_gpus(64)["max_num_batched_tokens"] == 8256
+    assert place_on_gpus(10_000)["max_num_batched_tokens"] == 18_192
 
-    assert place(64) == {"gpu_memory_utilization": 0.9, "max_num_batched_tokens": 8256}
-    assert place(10_000)["max_num_batched_tokens"] == 18_192
+
+def test_vllm_starts_its_workers_itself_also_in_a_ray_actor() -> None:
+    assert place_on_gpus(1)["distributed_executor_backend"] == "uni"
+    assert place_on_gpus(1, tensor_parallel=4)["distributed_executor_backend"] == "mp"
+
+
+def place_on_gpus(max_running: int, **others: Any) -> dict[str, Any]:
+    """Return the arguments of vLLM for GPUs."""
+    limits = {"max_running": max_running, "max_tokens": 8, "max_prompt_tokens": 8, **others}
+    settings = {"model": "m", "temperature": 1.0, "seed": 0, "device": "cuda", **limits}
+    return device_arguments(ReplicaSettings(**settings))

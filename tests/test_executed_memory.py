@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.executor.checkup import readiness
 from streamrl.executor.checkup.executed_memory import executed_memory
@@ -91,3 +92,15 @@ def test_the_doctor_says_it_beside_the_figure_of_plans(tmp_path: Path) -> None:
     run = executed_run(tmp_path, "large", recompute="none", max_tokens_per_pass=65536, micro_batch=64)  # fmt: skip
     (told,) = [one for one in readiness.find(run) if one.name == "executed-memory"]
     assert (told.level, "chunked" in told.fix) == ("warning", True)
+
+
+@pytest.mark.parametrize(("share", "level"), [(0.95, "error"), (0.5, "ok")])
+def test_vllm_beside_the_trainer_on_one_gpu_leaves_it_room(
+    share: float, level: str, tmp_path: Path
+) -> None:
+    run = executed_run(tmp_path, "medium", recompute="none", logits="eager")
+    rollout = replace(run.rollout, backend="vllm", memory_utilization=share)
+    run = replace(run, rollout=rollout, execute=replace(run.execute, device="cuda:0"))
+    (told,) = [one for one in readiness.find(run) if one.name == "executed-memory"]
+    assert told.level == level
+    assert ("memory_utilization" in told.fix) == (level == "error")

@@ -17,6 +17,7 @@ import torch
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.executor.roles import Manifest
+from streamrl.executor.transfer import shared_directory
 from streamrl.executor.transfer.bucket_check import num_threads, run_concurrently, verify_buckets
 from streamrl.executor.transfer.shared_directory import (
     SharedDirectory,
@@ -182,6 +183,20 @@ def test_a_shared_directory_is_fresh_and_private() -> None:
         for directory in (first, second, second):
             directory.remove()
     assert not first.path.exists() and not second.path.exists()
+
+
+def test_what_has_no_room_in_shared_memory_goes_through_files(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_directory, "free_shared_memory", lambda: 64 * 2**20)
+    small, large = SharedDirectory("run", 64 * 2**20), SharedDirectory("run", 65 * 2**20)
+    try:
+        assert small.path.parent == Path("/dev/shm") != large.path.parent
+        (warning,) = caplog.messages
+        assert warning.startswith("run of 0.07 GB go through files in") and "--shm-size" in warning
+    finally:
+        small.remove()
+        large.remove()
 
 
 def test_a_name_that_is_a_path_is_refused() -> None:

@@ -15,14 +15,23 @@ from streamrl.executor.launchers.placement import (
     PlacedRoles,
     find_gpus,
     gpus_needed,
+    index_of,
     roles_on_cores,
     say_seen,
     threads_of,
     usable_cores,
 )
+from streamrl.executor.launchers.role_configs import weights_room
+from streamrl.executor.transfer.shared_directory import (
+    MORE_SHARED_MEMORY,
+    SHARED_MEMORY,
+    free_shared_memory,
+)
 from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.resolved import ResolvedRun, resolve
+from streamrl.runfile.backend_choice import engine_named
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.findings import Changes, Finding, Level, changed, passes, say, value_of
@@ -104,7 +113,10 @@ def find(run: Run) -> Iterator[Finding]:
         yield from _find_gpus(gpus_needed(roles), run.execute.device)
         yield from _find_cores(run.rollout, roles_on_cores(roles), threads_of(roles))
     if roles.device_of(run.trainer.pool) != "cpu":
-        yield from _find_memory(resolve(run), run.rollout.max_tokens)
+        takes_turns = run.policies.shares_gpus
+        reserved = _reserved_beside(run.rollout, run.execute.device, takes_turns=takes_turns)
+        yield from _find_memory(resolve(run), run.rollout.max_tokens, reserved)
+    yield from _find_shared_memory(run.model, run.rollout, serves_adapters=run.serves_adapters)
     yield from _find_sandbox(run.verifier)
     if run.environment is not None and run.environment.implementation is not None:
         yield from _find_environment(run.environment, run.workload)
@@ -182,8 +194,18 @@ def _find_gpus(needed: int, device: str) -> Iterator[Finding]:
     yield _finding(level, "gpus", text, fix, changes)
 
 
-def _find_memory(resolved: ResolvedRun, max_tokens: int) -> Iterator[Finding]:
+def _reserved_beside(rollout: RolloutConfig, device: str, *, takes_turns: bool) -> float:
+    """Return the share of the trainer's GPU that replicas reserve, where `execute.device` names one GPU for all roles."""
+    if index_of(device) is None or takes_turns:
+        return 0.0
+    kinds = [kind for kind in rollout.kinds if engine_named(kind.backend).reserves_memory]
+    return sum(kind.replicas * kind.memory_utilization for kind in kinds)
+
+
+def _find_memory(resolved: ResolvedRun, max_tokens: int, reserved: float) -> Iterator[Finding]:
     """Report the GPU memory of the primary trainer, which differs from that of plans; skip it if there is no formula.
+
+    `reserved` is the share of its GPU that replicas reserve for themselves.
 
     The doctor says by itself that a model cannot be read.
     """
@@ -200,11 +222,48 @@ def _find_memory(resolved: ResolvedRun, max_tokens: int) -> Iterator[Finding]:
         f"the trainer takes {need / 1e9:.1f} of {gpu.usable_memory / 1e9:.0f} GB a GPU when executed "
         f"({listed}), in the largest pass of rollouts of maximum length"
     )
+    free = gpu.usable_memory * (1 - reserved)
+    if reserved and need > free:
+        text += (
+            f"; replicas reserve {reserved:.0%} of the same GPU, which leaves {free / 1e9:.1f} GB"
+        )
+        fix = "a smaller rollout.memory_utilization, or a GPU for each role (execute.device=cuda)"
+        yield _finding("error", "executed-memory", text, fix)
+        return
     if need <= gpu.usable_memory:
         yield _finding("ok", "executed-memory", text)
         return
     fix = 'trainer.recompute="full", trainer.logits="chunked", or a smaller trainer.max_tokens_per_pass'
     yield _finding("warning", "executed-memory", text, fix)
+
+
+QUEUE_BYTES = 10 * 16 * 2**20
+"""Shared memory of the queue with which vLLM's core sends work to the workers of a replica with several GPUs: 10 chunks of
+16 MiB (0.32, VLLM_MQ_MAX_CHUNK_BYTES_MB)."""
+
+
+def _find_shared_memory(
+    model: ModelConfig, rollout: RolloutConfig, *, serves_adapters: bool
+) -> Iterator[Finding]:
+    """Check that weights, and the queues of vLLM, have room in shared memory; a container has 64 MB by default."""
+    try:
+        need = weights_room(model, serves_adapters=serves_adapters)
+    except ValueError:  # the doctor says by itself that a model cannot be read
+        return
+    split = [kind.replicas for kind in rollout.kinds if kind.tensor_parallel > 1]
+    queues, free = QUEUE_BYTES * sum(split), free_shared_memory()
+    text = (
+        f"two versions of the weights take {need / 1e9:.2f} GB of shared memory"
+        + (f" and vLLM's queues {queues / 1e9:.2f} GB" if queues else "")
+        + f"; {SHARED_MEMORY} has room for {free / 1e9:.2f} GB"
+    )
+    if need + queues <= free:
+        yield _finding("ok", "shared-memory", text)
+    elif queues > free:
+        yield _finding("error", "shared-memory", f"{text}: vLLM would die", MORE_SHARED_MEMORY)
+    else:
+        text += ": weights go through files in the temporary directory"
+        yield _finding("warning", "shared-memory", text, MORE_SHARED_MEMORY)
 
 
 def _find_cores(rollout: RolloutConfig, roles: int, threads: int) -> Iterator[Finding]:

@@ -13,7 +13,10 @@ from numpy.random import SeedSequence
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.launchers.handles import Config
 from streamrl.executor.sampling import Sampling, sampling_of
+from streamrl.hardware.model_shape import BYTES
+from streamrl.hardware.profiles import load_model
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
@@ -143,6 +146,7 @@ class RoleConfigs:
             "model": self._run.model.path,
             "dtype": self._run.model.dtype,
             "merges_adapters": not self._run.serves_adapters,
+            "room": weights_room(self._run.model, serves_adapters=self._run.serves_adapters),
         }
 
     def _common(self) -> Config:
@@ -150,6 +154,17 @@ class RoleConfigs:
             "dtype": self._run.model.dtype,
             "deterministic": self._run.execute.deterministic,
         }
+
+
+KEPT_VERSIONS = 2
+"""Weight versions that a machine has at once as a rule: the newest one, and the one being pushed."""
+
+
+def weights_room(model: ModelConfig, *, serves_adapters: bool) -> int:
+    """Return the bytes that pushed weights take on each machine; 0 for adapters alone, which are small."""
+    if serves_adapters:
+        return 0
+    return KEPT_VERSIONS * load_model(model).num_parameters * BYTES[model.dtype]
 
 
 def _optimizer(algorithm: AlgorithmConfig) -> Config:

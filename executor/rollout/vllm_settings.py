@@ -185,15 +185,21 @@ def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
 
 
 def device_arguments(settings: ReplicaSettings) -> dict[str, Any]:
-    """Return the arguments that depend on the device."""
+    """Return the arguments that depend on the device.
+
+    All GPUs of a replica are on one node. So its workers are child processes of this one, also in a Ray actor. Left to
+    itself, vLLM would make them Ray actors there, with one bundle for each, but a replica has one bundle for all its GPUs.
+    """
+    executor = {"distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp"}
     if settings.device == "cpu":
         return {
             "kv_cache_memory_bytes": _cache_bytes(settings),
             "block_size": PAGE_TOKENS,
             "enforce_eager": True,
-            "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+            **executor,
         }
     return {
+        **executor,
         "gpu_memory_utilization": settings.memory_utilization,
         "max_num_batched_tokens": GPU_PASS_TOKENS + settings.max_running,
     }

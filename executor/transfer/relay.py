@@ -61,6 +61,8 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     merges_adapters: bool = True
     """Whether replicas here load whole weights with merged adapters (True), or only adapters (False)."""
     num_threads: int = 1
+    room: int = 0
+    """Bytes that weight versions take in its directory."""
 
     def __post_init__(self) -> None:
         if self.dtype not in WIDTHS:
@@ -82,7 +84,7 @@ class RelayWorker(RelayRole):
 
     async def start(self) -> str:
         """Create the directory, and return its path."""
-        self._directory = SharedDirectory("weights")
+        self._directory = SharedDirectory("weights", self.config.room)
         return str(self._directory.path)
 
     async def pack(self, manifest: Manifest, kind: str, base: Manifest | None) -> Parcel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -13,10 +14,21 @@ from pathlib import Path
 
 from streamrl.executor.directory_lock import DirectoryLock, is_abandoned
 
+logger = logging.getLogger(__name__)
+
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "streamrl-"
 WATCHDOG = 'trap "" HUP INT TERM; while read -r line; do :; done; rm -rf -- "$0"'
 """Ends at the end of its input, which is the death of the owner and of all processes that have its pipe."""
+MORE_SHARED_MEMORY = "start the container with --shm-size, or with --ipc=host (Kubernetes: an emptyDir of medium Memory)"
+"""Remedy for a container, which has 64 MB by default (Docker)."""
+
+
+def free_shared_memory() -> int:
+    """Return the bytes of shared memory that this process may still write; 0 if the machine has none."""
+    if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return 0
+    return shutil.disk_usage(SHARED_MEMORY).free
 
 
 class SharedDirectory:
@@ -27,19 +39,26 @@ class SharedDirectory:
     removes all directories without a living owner.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, room: int = 0) -> None:
         """Create the directory.
 
         Args:
             name: its purpose; letters, digits, `_`, `-` and `.`.
+            room: bytes that will be written to it. If shared memory has less, the directory is on a disk.
 
         Raises:
             ValueError: the name has other characters.
         """
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"name must be letters, digits, '_', '-' or '.', got {name!r}")
-        usable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-        parent = SHARED_MEMORY if usable else Path(tempfile.gettempdir())
+        parent = SHARED_MEMORY if free_shared_memory() >= max(1, room) else None
+        if parent is None:
+            parent = Path(tempfile.gettempdir())
+            if room and SHARED_MEMORY.is_dir():
+                logger.warning(
+                    f"{name} of {room / 1e9:.2f} GB go through files in {parent}: {SHARED_MEMORY} has room for "
+                    f"{free_shared_memory() / 1e9:.2f} GB; {MORE_SHARED_MEMORY}"
+                )
         remove_abandoned(parent)
         unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{name}-", dir=parent))
         self._lock = DirectoryLock(unlocked)

@@ -52,9 +52,10 @@ class RetainedVersions:
 class Transfer(TransferRole):
     """Owns the shared directory and the versions in it."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, room: int = 0) -> None:
+        """Create the shared directory; `room` is the number of bytes that versions take in it."""
         self._write = write
-        self._directory = SharedDirectory("weights")
+        self._directory = SharedDirectory("weights", room)
         self.manifests: dict[int, Manifest] = {}
         """Manifests by version; the initial version has none, because it was never pushed."""
         self._wanted = RetainedVersions()

@@ -79,6 +79,8 @@ class EngineChoice:
     """Whether a replica may have several GPUs."""
     can_sleep = True
     """Whether it frees its devices' memory while a trainer computes on them."""
+    reserves_memory = False
+    """Whether it reserves `rollout.memory_utilization` of a GPU when it starts."""
     follows_pressure = True
     """Whether the number of running rollouts may change at any time, as `policies.concurrency` does."""
     sampling_keys: tuple[str, ...] = ()
@@ -136,6 +138,7 @@ class Vllm(EngineChoice):
     has_long_passes = True
     serves_adapters = True
     splits_model = True
+    reserves_memory = True
     computes_sinks = True
     sampling_keys = ("top_p", "top_k", "min_p", "stop", "seed_rollouts")
     head_dims_on_cpu = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
