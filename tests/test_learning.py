@@ -20,7 +20,7 @@ from rich.console import Console
 
 from streamrl.cli.watch_run import NUM_ROWS, RunWatch, line_of
 from streamrl.engine.entities import Group, Replica, Rollout
-from streamrl.engine.messages import Verified
+from streamrl.engine.messages import Generated, Verified
 from streamrl.engine.systems import build_state
 from streamrl.engine.trace import LineFile, read_trace
 from streamrl.executor.execute import price_local_cores_at_zero
@@ -35,6 +35,7 @@ from streamrl.report.pictures.step_curves import MOST_POINTS, Curve, curves_pict
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from tests.command_line import streamrl
+from tests.runs import small_run
 from tests.test_execute import real_run
 from tests.test_monitoring import execute
 from tests.tiny_model import tiny_model
@@ -104,6 +105,22 @@ def test_under_the_table_stands_when_it_ends_and_where_its_rollouts_are(run: Run
     assert "380 s left, until about " in bar  # 38 steps of 10 s; the first one waited for replicas
     where = "2 running, 5 waiting, 1 to be scored, 2 buffered, 1 trained"
     assert facts.startswith(f"reward 0.500; rollouts: {where}; ")
+
+
+def test_turns_of_an_episode_count_their_new_tokens_once() -> None:
+    console = terminal()
+    with RunWatch(40, [2], console=console) as watch:
+        state = build_state(small_run({"environment": {"max_turns": 4, "max_context": 4096}}))
+        for number in range(5):
+            rollout = Rollout(number, Group(number, 1, 0, 10), 10, phase="acting")
+            state.rollouts[number] = rollout
+        state.rollouts[4].phase = "queued"
+        for tokens in (100, 250, 400, 60):  # it starts over after its third turn
+            watch.see(Generated(3, tokens, "stop", 0, 1.0, 0.1), state, 1.0)
+        watch.see(Verified(3, 0.5), state, 10.0)
+    *_, facts = shown(console)
+    assert "4 in environments, 1 wait for environments" in facts
+    assert facts.endswith("; 46 tokens/s")
 
 
 def test_the_expected_end_is_a_range_that_unequal_steps_hardly_move(

@@ -129,6 +129,8 @@ class RunWatch:
         self._has_begun = False  # the first step includes the start of processes
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._tokens = 0
+        self._known: dict[int, int] = {}
+        """Tokens of rollouts whose turns or parts were counted before."""
         self._counted_at = 0.0
         self._version = 0
         self._facts = "starting"
@@ -160,8 +162,9 @@ class RunWatch:
     def see(self, event: Event, state: State, now: float) -> None:
         """Process an event; a few times a second, count the rollouts by state."""
         if isinstance(event, Generated):
-            self._tokens += event.tokens
+            self._count_tokens(event)
         elif isinstance(event, Verified):
+            self._known.pop(event.rollout, None)
             self._rewards.append(event.reward)
         version = state.leader.version
         if now >= self._counted_at + 1 / REFRESHES or version != self._version:
@@ -175,6 +178,12 @@ class RunWatch:
             self._facts = f"{starting}{reward}rollouts: {self._count(state)}; {speed}"
             self._bar.update(self._task, completed=version, facts=self._shown_facts())
 
+    def _count_tokens(self, event: Generated) -> None:
+        """Count the tokens that are new. An event has all tokens of its rollout, of earlier turns too."""
+        before = self._known.get(event.rollout, 0)
+        self._known[event.rollout] = event.tokens
+        self._tokens += event.tokens - before if event.tokens >= before else event.tokens
+
     def _count(self, state: State) -> str:
         """Return the numbers of rollouts by state."""
         replicas = state.fleet.replicas.values()
@@ -184,11 +193,18 @@ class RunWatch:
         counts = {
             "running": running,
             "waiting": max(phases["waiting"] + phases["generating"] - running, 0),
+            **self._in_environments(state, phases),
             "to be scored": phases["finished"] + phases["verifying"],
             "buffered": max(phases["ready"] - trained, 0),
             "trained": state.leader.num_trained + trained,
         }
         return ", ".join(f"{count:,} {where}" for where, count in counts.items())
+
+    def _in_environments(self, state: State, phases: Mapping[str, int]) -> dict[str, int]:
+        """Return the number of episodes whose environment acts, and of those that wait for one."""
+        if state.environments is None:
+            return {}
+        return {"in environments": phases["acting"], "wait for environments": phases["queued"]}
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Show the figures of a step, or that steps were rolled back."""
