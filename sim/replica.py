@@ -36,6 +36,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.sim.costs.cache_transfer import HostCache
 from streamrl.sim.prefix_cache import PrefixCache
 from streamrl.sim.world_interface import Reached, SimRollout, WorldInterface
 from streamrl.workload.episodes import Episode
@@ -241,6 +242,10 @@ def choose_admission(rollout: RolloutConfig) -> Admission:
             assert_never(rollout.admission)
 
 
+def _prefix_cache(host: HostCache | None) -> PrefixCache:
+    return PrefixCache(None if host is None else PrefixCache.in_host_memory(host.capacity))
+
+
 ROUNDING = 1e-9
 """Share of a decode step by which a computed instant may miss the step's end in floating point."""
 Emit: TypeAlias = Callable[[Event], None]
@@ -283,7 +288,8 @@ class Replica:
         """
         self._has_turns = around.run_file.environment is not None
         is_kept = self._has_turns and self._shares_prefixes
-        self._cache = KvCache(self._costs.kv_capacity, unused=PrefixCache() if is_kept else None)
+        unused = _prefix_cache(self._costs.host_cache) if is_kept else None
+        self._cache = KvCache(self._costs.kv_capacity, unused=unused)
         self._admission = choose_admission(rollout)
         self._step = 0
         self._context = 0
@@ -403,6 +409,7 @@ class Replica:
                 step_time = self._ride_along()
             if self._has_turns and attempt.cached is None:
                 attempt.cached = attempt.computed = cache.find(attempt)
+                transfer_time += self._load_back()
             done = attempt.computed if attempt.computed < fresh else fresh
             part = fresh - done
             if part > budget - tokens:
@@ -438,6 +445,11 @@ class Replica:
         attempt.brings_cache = False
         self._join(attempt, fresh, num_new=0)
         return attempt.prefill_time
+
+    def _load_back(self) -> float:
+        """Return the seconds in which the context that was just found is loaded from host memory."""
+        host, unused = self._costs.host_cache, self._cache.unused
+        return 0.0 if host is None or unused is None else unused.loaded * host.token_time
 
     def _ride_along(self) -> float:
         """Let running rollouts make a token in the prefill pass, if the back end does this; return its seconds."""

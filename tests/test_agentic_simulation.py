@@ -230,6 +230,36 @@ def test_a_large_cache_keeps_every_context_and_a_small_one_does_not() -> None:
     assert attribute(tight).busy["recomputed-prefix"] > 0
 
 
+def test_evicted_tokens_are_loaded_from_host_memory_while_it_has_them() -> None:
+    cache = PrefixCache(PrefixCache.in_host_memory(150))
+    cache.keep_own(1, 100)
+    cache.keep_own(2, 100)
+    cache.shrink(120)  # 80 tokens of the older context leave GPU memory
+    assert (cache.take(0, 2, 0), cache.loaded) == (100, 0)
+    assert (cache.take(0, 1, 0), cache.loaded) == (50, 30)  # host memory kept half of it
+    cache.keep_own(1, 100)
+    cache.clear()
+    assert (cache.take(0, 1, 0), cache.loaded) == (0, 0)
+
+
+def test_host_memory_replaces_computing_by_loading() -> None:
+    changes = {"policies.system": "stream-sync", "rollout.replicas": 1, "algorithm.steps": 1}
+    changes |= {"environment": {**AGENT, "max_context": 1400}}
+    changes |= {"algorithm.prompts_per_step": 8, "workload.max_prompt_tokens": 64}
+    few, many = (
+        simulated(run_with_capacity(1500, {**changes, **offload}))
+        for offload in ({}, {"rollout.kv_offload": "10 GB"})
+    )
+    assert hit_tokens(many)[0] > 1.05 * hit_tokens(few)[0]
+    busy = attribute(many).busy["recomputed-prefix"]
+    assert busy < attribute(few).busy["recomputed-prefix"]
+
+
+def test_host_memory_is_for_contexts_of_several_turns() -> None:
+    with pytest.raises(RunError, match=r"rollout.kv_offload 10 GB .* add \[environment\]"):
+        small_run({"rollout.kv_offload": "10 GB"})
+
+
 def test_a_preempted_context_is_counted_once() -> None:
     changes = {"policies.system": "stream-sync", "rollout.replicas": 1, "algorithm.steps": 1}
     more = {"algorithm.prompts_per_step": 8, "workload.max_prompt_tokens": 64}

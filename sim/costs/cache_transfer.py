@@ -43,6 +43,32 @@ class CacheTransfer:
         return context * self.token_time
 
 
+@dataclass(frozen=True)
+class HostCache:
+    """Host memory of a replica for contexts that its GPUs evict (`rollout.kv_offload`)."""
+
+    capacity: float
+    """Tokens that fit."""
+    token_time: float
+    """Seconds to load a token back. Each GPU of the replica loads its own part over its host link.
+    Copies to host memory take no time of the replica: DMA makes them while it computes, as in
+    vLLM's OffloadingConnector (docs.vllm.ai, "KV Offloading Usage Guide").
+    """
+
+    @classmethod
+    def of(cls, replica: ReplicaHardware) -> HostCache | None:
+        """Compute the cache of one kind of replica; None without offload."""
+        config = replica.config
+        if config.kv_offload is None:
+            return None
+        per_gpu = replica.longest_model.shard_kv_bytes_per_token(
+            replica.precision.cache, config.tensor_parallel
+        )
+        per_gpu /= config.pipeline_parallel
+        num_gpus = config.tensor_parallel * config.pipeline_parallel
+        return cls(config.kv_offload / (per_gpu * num_gpus), per_gpu / replica.gpu.host_link)
+
+
 def _bandwidth(side: SyncSide) -> float:
     """Return the bytes per second from a GPU of one replica to a GPU of another."""
     if side.pool.num_gpus <= side.pool.domain:

@@ -32,7 +32,7 @@ from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.frameworks import returns_log_probs
 from streamrl.runfile.gpu_pools import of_kind
 from streamrl.runfile.roles_config import AdmissionName
-from streamrl.sim.costs.cache_transfer import CacheTransfer
+from streamrl.sim.costs.cache_transfer import CacheTransfer, HostCache
 from streamrl.sim.costs.colocation import sync_costs
 from streamrl.sim.costs.corrections import Corrections, framework_sources
 from streamrl.sim.costs.cpu_contention import CoreSharing
@@ -155,6 +155,8 @@ class Costs(TrainerCosts):
     """Tokens that fit in a replica's KV cache."""
     sync: SyncCosts
     cache_transfer: CacheTransfer
+    host_cache: HostCache | None = None
+    """Host memory for evicted contexts; None without offload."""
     rides_along: bool = False
     """Whether running rollouts make a token in a pass that prefills others."""
     padded_share: float = 0.0
@@ -282,6 +284,7 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
         sync=sync,
         training=training,
         cache_transfer=CacheTransfer.of(replica),
+        host_cache=HostCache.of(replica),
         message_time=0.0 if resolved.link is None else resolved.link.latency,
         followers=tuple(
             SecondaryTrainerCosts.load(resolved, number) for number in range(1, run.num_trainers)

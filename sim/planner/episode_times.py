@@ -177,8 +177,13 @@ class ReplicaSpeeds:
         spread = sqrt(here * (1 - here / under_way + mix.spread**2))
         numbers = np.clip(here + spread * QUANTILES, 0.0, under_way)
         runs = np.minimum(numbers, self._most)
-        found = [self._lost(*each, rate) for each in zip(runs, numbers - runs, strict=True)]
-        lost = 1 - self._keeps * (1 - sum(found) / len(found))
+        pairs_of = list(zip(runs, numbers - runs, strict=True))
+        lost = self._mean_lost(pairs_of, rate, 0.0)
+        loaded = 0.0
+        if self._costs.host_cache is not None:
+            evicted, host = lost, self._costs.host_cache
+            lost = self._mean_lost(pairs_of, rate, host.capacity)
+            loaded = (evicted - lost) * mix.context * host.token_time
         again = min(1.0, lost + self._refreshed) * max(
             0.0, mix.context - mix.observed - self._first
         )
@@ -189,12 +194,18 @@ class ReplicaSpeeds:
         prefill = self._costs.prefill_time(round(tokens), pairs, round(batch))
         context = batch * (mix.context + mix.turn_tokens / 2)
         step = self._costs.decode.step_time(round(batch), context)
-        return min(1.0, running) / (mix.turn_tokens * step / batch + prefill), lost
+        seconds = mix.turn_tokens * step / batch + prefill + loaded
+        return min(1.0, running) / seconds, lost
 
-    def _lost(self, running: float, queued: float, rate: float) -> float:
-        """Return the share of contexts that are evicted while their episode waits."""
+    def _mean_lost(self, numbers: Sequence[tuple[float, float]], rate: float, host: float) -> float:
+        """Return the share of turns whose context is in no memory, given the numbers that run and wait."""
+        found = [self._lost(*each, rate, host) for each in numbers]
+        return 1 - self._keeps * (1 - sum(found) / len(found))
+
+    def _lost(self, running: float, queued: float, rate: float, host: float) -> float:
+        """Return the share of contexts that are evicted while their episode waits. `host` tokens fit in host memory, which has copies of all."""
         mix = self._mix
-        room = max(0.0, self._costs.kv_capacity / self._held - running)
+        room = max(0.0, max(self._costs.kv_capacity, host) / self._held - running)
         if not rate or rate == inf:
             return 0.0
         waited, kept_for = queued / rate, room / rate

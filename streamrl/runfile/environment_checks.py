@@ -11,6 +11,7 @@ from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.units import quantity_text
 from streamrl.runfile.workload_config import WorkloadConfig
 
 COUNTED, TIMED = ("turns", "observation_tokens"), ("action_time", "start_time")
@@ -27,6 +28,7 @@ def check_environment(
     """Raise `RunError` if a value does not fit the others, or needs episodes of one turn."""
     if config is None:
         _check_recorded(workload)
+        _check_offload(kinds)
         return
     for name in (*COUNTED, *TIMED):
         if (text := getattr(config, name)) is not None:
@@ -118,6 +120,14 @@ def _check_context(config: EnvironmentConfig, workload: WorkloadConfig) -> None:
         text = f"{key} must be above workload.max_prompt_tokens={least}, got {config.max_context}"
         others = ("workload.max_prompt_tokens",)
         raise RunError(key, config.max_context, Bounds(least + 1), text, others)
+
+
+def _check_offload(kinds: Sequence[RolloutConfig]) -> None:
+    for kind in kinds:
+        if kind.kv_offload is not None:
+            key = "rollout.kv_offload"
+            text = f"{key} {quantity_text(kind.kv_offload)} is for contexts of several turns; remove it or add [environment]"
+            raise RunError(key, kind.kv_offload, text=text, others=("environment",))
 
 
 def _check_recorded(workload: WorkloadConfig) -> None:

@@ -249,6 +249,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     rollouts that outgrow it are preempted, as in common engines. reserve: only if `max_tokens`
     of all running rollouts fit, so none is preempted.
     """
+    kv_offload: Size | None = None
+    """Simulated: host memory of each replica for the contexts of episodes that its GPUs evict, such
+    as "200 GB". Loading one back takes the time of the host link. Absent: evicted contexts are
+    computed again. In vLLM it is `--kv-offloading-size`, in SGLang `--hicache-size`.
+    """
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities of the loss are at the same temperature."""
     top_p: float = 1.0
