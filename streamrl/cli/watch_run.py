@@ -20,6 +20,7 @@ from rich.text import Text
 
 from streamrl.cli.consoles import SafeConsole
 from streamrl.cli.progress import STDERR, PlainProgress, bar_columns
+from streamrl.engine.entities import Phase
 from streamrl.engine.messages import Event, Generated, Verified
 from streamrl.engine.state import State
 from streamrl.record.run_directory import ROLLED_BACK_TO
@@ -200,7 +201,7 @@ class RunWatch:
         }
         return ", ".join(f"{count:,} {where}" for where, count in counts.items())
 
-    def _in_environments(self, state: State, phases: Mapping[str, int]) -> dict[str, int]:
+    def _in_environments(self, state: State, phases: Counter[Phase]) -> dict[str, int]:
         """Return the number of episodes whose environment acts, and of those that wait for one."""
         if state.environments is None:
             return {}
