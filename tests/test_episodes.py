@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from streamrl.engine.entities import Group, Rollout
+from streamrl.engine.environments import Environments
 from streamrl.engine.messages import (
     Abort,
     Act,
@@ -28,7 +30,9 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.units import Duration
 from tests.runs import Script, generated, of, script, singles, small_run
 
 LIMITS = {"max_turns": 4, "max_context": 4096}
@@ -332,3 +336,44 @@ def test_a_turn_after_a_weight_load_has_the_new_version() -> None:
 def test_a_value_that_does_not_fit_episodes_is_refused(changes: dict[str, Any], what: str) -> None:
     with pytest.raises(RunError, match=what):
         small_run({"environment": {**LIMITS}, **changes})
+
+
+# Queues -------------------------------------------------------------------------------------------
+
+
+def open_ones(num: int) -> tuple[Environments, list[Rollout]]:
+    """Return environments with a time limit of 20 s, and episodes that wait for them."""
+    limit = Duration(20.0)
+    config = EnvironmentConfig(max_turns=4, max_context=4096, episode_time_limit=limit)
+    own, rollouts = Environments(config, is_sticky=True), []
+    for number in range(num):
+        rollouts.append(Rollout(number, Group(number, 1, 0, 10), 10))
+        own.add(rollouts[-1])
+    return own, rollouts
+
+
+def begin(own: Environments, rollout: Rollout, now: float) -> None:
+    """Start the environment of an episode, which is open at once."""
+    own.begin(rollout, Act(rollout.id, 0, starts=True))
+    own.answer(rollout, Observed(rollout.id, 0), now)
+
+
+def test_an_episode_of_a_dropped_group_does_not_act() -> None:
+    own, (first, second) = open_ones(2)
+    for rollout in (first, second):
+        begin(own, rollout, 0.0)
+        own.end_turn(rollout)
+    first.group.is_dropped = True
+    assert own.next_to_act() is second
+
+
+def test_the_deadline_of_a_restarted_episode_counts_from_its_second_start() -> None:
+    own, (first, second) = open_ones(2)
+    begin(own, first, 0.0)
+    begin(own, second, 5.0)
+    own.lose(first)
+    begin(own, first, 10.0)
+    assert own.next_deadline() is second
+    own.end(second)
+    assert own.next_deadline() is first
+    assert first.deadline == 30.0
