@@ -201,12 +201,13 @@ def read_cells(path: Path) -> dict[tuple[str, str], Cell]:
 def page(done: list[Cell], num_all: int) -> str:
     """Return the page: a table of each back end, and what was wrong."""
     lost = [cell for cell in done if cell.verdict not in (SOUND, UNREACHED)]
+    num_sound = sum(cell.verdict == SOUND for cell in done)
     rows = [
         "# Fault matrix",
         "",
         f"`make matrix` executed {len(done)} of {num_all} runs and wrote this page. In each run, one role dies, hangs, gets "
-        f"stuck or is slow at one of its commands. {len(done) - len(lost)} runs made all of their steps without losing a "
-        f"rollout; {len(lost)} did not.",
+        f"stuck or is slow at one of its commands. {num_sound} runs made all of their steps without losing a rollout, "
+        f"{len(lost)} did not, and {len(done) - len(lost) - num_sound} never sent the command.",
         "",
         "| fault | meaning |",
         "|---|---|",
@@ -216,7 +217,8 @@ def page(done: list[Cell], num_all: int) -> str:
         "| slow | The call takes 1 s longer. The role is not lost. |",
         "",
         "A cell has the seconds of the whole run and the number of lost roles. `ping` means that the role was idle.",
-        "A run that never sends the command is *not reached*.",
+        "A run that never sends the command is *not reached*. An empty cell has no result: an idle role has no call that could be "
+        "stuck or slow, and the other ones were not run to their end yet.",
     ]
     for back_end in dict.fromkeys(cell.back_end for cell in done):
         own = {(cell.method, cell.fault): cell for cell in done if cell.back_end == back_end}
