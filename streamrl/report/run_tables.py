@@ -133,7 +133,8 @@ def _parts_text(whole: WholeRun) -> str:
 
 def _evaluations_text(whole: WholeRun) -> str:
     cost = f" ({format_dollars(whole.evaluation_dollars)})" if whole.evaluation_dollars else ""
-    return f"{whole.num_evaluations:,} evaluations{cost}"
+    noun = "evaluation" if whole.num_evaluations == 1 else "evaluations"
+    return f"{whole.num_evaluations:,} {noun}{cost}"
 
 
 def _count(value: float) -> str:
