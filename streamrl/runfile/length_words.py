@@ -45,6 +45,10 @@ def lengths_in_full(value: Any) -> Any:
     return {"kind": "stated", "source": source, **rest}
 
 
+MOST_TOKENS = 10**9
+"""Maximum of a figure: far above every context, and small enough for sums of many rollouts in 64 bits."""
+
+
 def stated_figures(source: str) -> StatedFigures:
     """Return the figures in a text such as "mean 6k, p95 20k, max 32k".
 
@@ -62,6 +66,8 @@ def stated_figures(source: str) -> StatedFigures:
             raise _wrong(source, f"{name}: {error}") from None
         if found[name] < 1:
             raise _wrong(source, f"{name} must be at least 1 token, got {value!r}")
+        if found[name] > MOST_TOKENS:
+            raise _wrong(source, f"{name} must be at most {MOST_TOKENS:,} tokens, got {value!r}")
     if "mean" not in found:
         raise _wrong(source, "has no mean; write one, such as mean = '6k'")
     figures = StatedFigures(found["mean"], found.get("p95"), found.get("max"))
