@@ -22,9 +22,9 @@ class _Found(NamedTuple):
 class PrefixCache:
     """Tokens of unused contexts, by the prompt or the rollout that they belong to."""
 
-    def __init__(self, host: PrefixCache | None = None) -> None:
-        """Start empty; `host` has the copies in host memory, and None means that there are none."""
-        self._host, self._room = host, inf
+    def __init__(self, host: PrefixCache | None = None, room: float = inf) -> None:
+        """Start empty, for `room` tokens; `host` has the copies in host memory, and None means that there are none."""
+        self._host, self._room = host, room
         self.loaded = 0
         """Tokens of the last taken context that only host memory had."""
         self._kept: OrderedDict[tuple[str, int], int] = OrderedDict()
@@ -35,9 +35,7 @@ class PrefixCache:
     @classmethod
     def in_host_memory(cls, capacity: float) -> PrefixCache:
         """Return an empty cache of copies, for so many tokens."""
-        found = cls()
-        found._room = capacity
-        return found
+        return cls(room=capacity)
 
     def keep_prompt(self, prefix: int, tokens: int) -> None:
         """Keep a prompt that no running rollout shares any more."""
