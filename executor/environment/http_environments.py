@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import urllib.request
 from http.cookiejar import CookieJar
-from pathlib import Path
 from typing import Any
 
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.environment.tools import shown
+from streamrl.runfile.reading import read_json
 
 REQUEST_TIME = 300.0
 """Seconds for an answer of a server; `environment.action_time_limit` may be shorter."""
@@ -94,7 +94,7 @@ class NemoGym:
         """
         self._client = HttpClient(endpoint)
         self._format = tool_format
-        found = json.loads(Path(tools).read_text(encoding="utf-8")) if tools else []
+        found = read_json(tools) if tools else []
         self._schemas = {tool["name"]: tool for tool in found}
         self._task: Json = {}
         self._output: list[Json] = []
