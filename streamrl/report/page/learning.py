@@ -157,17 +157,22 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Columns of the table: head, key, and format of values."""
 
 
+def spread_places(count: int) -> list[int]:
+    """Return at most `MOST_ROWS` places of a list of `count` items, evenly spread, with the first and the last."""
+    rows = min(MOST_ROWS, count)
+    return sorted({round(row * (count - 1) / max(rows - 1, 1)) for row in range(rows)})
+
+
 def _steps_table(steps: Sequence[Line]) -> PageTable:
     """Return a table of some steps, spread evenly over the run, with the first and the last."""
-    last = len(steps) - 1
-    rows = min(MOST_ROWS, len(steps))
-    places = sorted({round(row * last / max(rows - 1, 1)) for row in range(rows)})
+    places = spread_places(len(steps))
     shown = [column for column in COLUMNS if any(column[1] in line for line in steps)]
     cells = [
         [PageCell(show(steps[at][key]) if key in steps[at] else "") for _, key, show in shown]
         for at in places
     ]
-    caption = "Figures of its steps." if rows == len(steps) else f"Figures of {rows} of its steps."
+    is_whole = len(places) == len(steps)
+    caption = "Figures of its steps." if is_whole else f"Figures of {len(places)} of its steps."
     return PageTable(
         caption,
         [name for name, _, _ in shown],

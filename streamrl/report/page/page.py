@@ -35,6 +35,7 @@ from streamrl.report.page.details import (
     uncertainty_section,
     whole_section,
 )
+from streamrl.report.page.evaluations import evaluation_sections, evaluations_json
 from streamrl.report.page.explorer import estimate_note, explorer_data
 from streamrl.report.page.identity import facts_of
 from streamrl.report.page.learning import (
@@ -181,6 +182,7 @@ def describe(report: Report) -> dict[str, object]:
             {"title": study.found.title, "findings": study.found.findings}
             for study in sources.studies
         ],
+        "evaluations": evaluations_json(sources.runs),
         "learning": learning_json(sources.runs),
         "selection": [{"name": r.name, "selection": r.metrics.selection} for r in sources.runs],
         "against": [made.found.as_json() for made in sources.comparisons],
@@ -198,6 +200,7 @@ def _sections(
         yield why_section(made)
     if chosen is not None and prediction is not None:
         yield measured_section(chosen, prediction)
+    yield from evaluation_sections(sources.runs)
     yield from learning_sections(sources.runs)
     yield from fault_sections(sources.runs)
     selected = list(selection_sections(sources.runs))

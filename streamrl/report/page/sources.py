@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.hardware.model_shape import ModelShape
 from streamrl.hardware.profiles import load_model
+from streamrl.record.evaluation import EvaluationResult, read_evaluations
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.run_directory import (
     CONFIG,
@@ -60,6 +61,8 @@ class RecordedRun:
     """Names of the files that it was read from, by key of the run file; see `streamrl.record.run_directory`."""
     learned: Sequence[Learned] = ()
     """Of an executed run: each trainer that has finished a step, the primary one first."""
+    evaluations: Sequence[EvaluationResult] = ()
+    """Of an executed run: its evaluations on held-out prompts, in order of their steps."""
 
     @property
     def run(self) -> Run:
@@ -174,6 +177,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         model=_load_kept_model(with_kept_inputs(run, directory).model, run.model.path),
         inputs=kept_names(paths_of(run), directory),
         learned=list(_read_learned(trace, directory, name)),
+        evaluations=read_evaluations(directory) if trace.world == "real" else (),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ LEFT, RIGHT, TOP, BELOW = 64.0, 12.0, 8.0, 40.0
 MOST_POINTS = 200
 """Most points of a line; a longer run is shown as means of successive steps."""
 HEADROOM = 0.05
+APART = 5.0
+"""Distance between the intervals of two curves at the same step."""
 
 
 class Curve(NamedTuple):
@@ -24,6 +27,8 @@ class Curve(NamedTuple):
     values: Sequence[float]
     css: str
     """Classes of its line."""
+    intervals: Sequence[tuple[float, float]] = ()
+    """Both ends of the interval of each value, drawn as vertical lines; empty for a curve without intervals."""
 
 
 def curves_picture(
@@ -45,7 +50,8 @@ def curves_picture(
         for curve in curves
     )
     drawing = Drawing(name, title, told, WIDTH, HEIGHT)
-    values = [value for curve in curves for value in curve.values if isfinite(value)] or [0.0]
+    every = [[*curve.values, *chain.from_iterable(curve.intervals)] for curve in curves]
+    values = [value for value in chain.from_iterable(every) if isfinite(value)] or [0.0]
     low, high = min(values), max(values)
     if min(values) >= 0 and low < 0.5 * high:
         low = 0.0
@@ -56,8 +62,9 @@ def curves_picture(
     drawing.ticks_beside(ticks(low, high + margin, 5), up, (LEFT, WIDTH - RIGHT), show)
     whole = sorted({round(tick) for tick in ticks(steps[0], steps[-1])})
     drawing.ticks_below(whole, across, (TOP, bottom), lambda value: f"{value:,.0f}")
-    for curve in curves:
+    for place, curve in enumerate(curves):
         _draw(drawing, steps, curve, across, up)
+        _draw_intervals(drawing, steps, curve, (place - (len(curves) - 1) / 2) * APART, across, up)
     legend = [(f"key {curve.css}", curve.label) for curve in curves] if len(curves) > 1 else []
     return Picture(drawing, told, legend)
 
@@ -82,3 +89,19 @@ def _draw(
         elif run:
             drawing.dot(*run[0], 2.5, f"point {curve.css}")
         run = []
+
+
+def _draw_intervals(
+    drawing: Drawing,
+    steps: Sequence[int],
+    curve: Curve,
+    shift: float,
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+) -> None:
+    """Draw the interval of each value, with a point at the value, `shift` units to the right of its step."""
+    for step, value, (low, high) in zip(steps, curve.values, curve.intervals, strict=False):
+        if isfinite(value):
+            x, colour = across(step) + shift, curve.css.split()[0]
+            drawing.line(x, up(low), x, up(high), f"spread {colour}")
+            drawing.dot(x, up(value), 2.5, f"point {colour}")

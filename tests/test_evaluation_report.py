@@ -1,0 +1,70 @@
+"""Scores of evaluations on the page of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.record.evaluation import EVALUATIONS, read_evaluations
+from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.report.pictures.drawing import Dot, Polyline
+from streamrl.report.pictures.step_curves import Curve, curves_picture
+from tests.test_execute import execute, real_run
+from tests.test_report_executed import section_of
+from tests.tiny_model import tiny_model
+
+HELD_OUT = {"share": 0.4, "every": 2, "samples": 3}
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    """Return the directory of an executed run with evaluations of steps 0, 2 and 4."""
+    tiny_model(40).config.save_pretrained(tmp_path)
+    execute(real_run(tmp_path, evaluation=HELD_OUT, policies__system="stream-sync"))
+    return tmp_path / "run"
+
+
+def test_the_page_of_a_run_has_each_score_with_its_interval(evaluated: Path) -> None:
+    results = read_evaluations(evaluated)
+    report = read_report([evaluated])
+    page = make_page(report)
+    section = section_of(page, "evaluations-1")
+    (table,) = section.tables
+    assert list(table.head[:4]) == ["step", "avg@3", "pass@1", "pass@3"]
+    assert [row[0].text for row in table.rows] == ["0", "2", "4"]
+    for row, result in zip(table.rows, results, strict=True):
+        for cell, score in zip(row[1:], result.scores.values(), strict=False):
+            assert f"{cell.text} ({cell.note})" == str(score)
+    (picture,) = section.pictures
+    lines = [each for each in picture.drawing.shapes if isinstance(each, Polyline)]
+    assert sum(each.css.startswith("spread ") for each in lines) == 9  # versions x scores
+    assert sum(each.css.startswith("curve ") for each in lines) == 3
+    assert any("from step 0 to 4" in text and "paired" in text for text in section.text)
+    assert 'id="evaluations-1' in render_html(page)
+    assert str(results[-1].scores["pass@3"]) in render_markdown(page)
+    (told,) = msgspec.to_builtins(describe(report)["evaluations"])
+    assert [each["step"] for each in told["results"]] == [0, 2, 4]
+
+
+def test_a_page_without_evaluations_has_no_section_of_scores(evaluated: Path) -> None:
+    (evaluated / EVALUATIONS).unlink()
+    page = make_page(read_report([evaluated]))
+    assert not [each for each in page.sections if each.name.startswith("evaluations")]
+
+
+def test_intervals_of_curves_are_within_the_picture_and_beside_each_other() -> None:
+    nan = float("nan")
+    one = Curve("one", [0.5, nan], "s-0", [(-0.5, 1.5), (nan, nan)])
+    other = Curve("other", [0.5, 0.6], "s-1 dashed", [(0.4, 0.6), (0.5, 0.7)])
+    drawing = curves_picture("c", "Title", [0, 10], [one, other], "{:.1f}".format).drawing
+    spreads = [
+        each for each in drawing.shapes if isinstance(each, Polyline) and "spread" in each.css
+    ]
+    assert [each.css for each in spreads] == ["spread s-0", "spread s-1", "spread s-1"]
+    ends = [y for each in spreads for _, y in each.points]
+    assert min(ends) >= 0 and max(ends) <= drawing.height
+    assert spreads[0].points[0][0] < spreads[1].points[0][0]
+    dots = [each for each in drawing.shapes if isinstance(each, Dot) and each.css == "point s-1"]
+    assert len(dots) == 2
