@@ -39,6 +39,7 @@ from streamrl.executor.tokens import (
 )
 from streamrl.record.run_directory import FATES, OF_FAMILY
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.workload.episodes import RecordedTurn
 from streamrl.workload.prompt_families import prompt_family
 from streamrl.workload.prompt_records import Record
 
@@ -130,6 +131,10 @@ class BufferedRollout:
     """Spans `(version, start)`: the policy version that sampled from token `start` on, without observations."""
     turn_rewards: list[float] = field(default_factory=list)
     """Reward that the environment gave for each turn."""
+    action_times: list[float] = field(default_factory=list)
+    """Seconds until the environment answered each turn."""
+    start_time: float | None = None
+    """Seconds of the start of its environment; the last start counts."""
     text: str | None = None
     """Its output as text, without special tokens; None unless it waits for its reward."""
     reward: float = 0.0
@@ -178,6 +183,19 @@ class BufferedRollout:
     def num_answered(self) -> int:
         """Number of turns that an observation follows."""
         return self.num_turns - (bool(self.segments) and self.segments[-1].is_policy)
+
+    @property
+    def turns(self) -> list[RecordedTurn]:
+        """The turns of the policy, each with the observation that follows it, if any."""
+        found: list[RecordedTurn] = []
+        for segment in self.segments:
+            if segment.is_policy:
+                at = len(found)
+                time = self.action_times[at] if at < len(self.action_times) else None
+                found.append(RecordedTurn(segment.num_tokens, action_time=time))
+            elif found:
+                found[-1] = replace(found[-1], observation_tokens=segment.num_tokens)
+        return found
 
     @property
     def policy_output(self) -> tuple[TokenBlock, ...]:
@@ -230,6 +248,17 @@ class BufferedRollout:
             raise ValueError(f"a reward must be a finite number, got {scoring.reward}")
         self.reward, self.fault, self.scores = scoring
         self.text = None
+
+
+def _turn_facts(buffered: BufferedRollout) -> dict[str, object]:
+    """Return what rollouts.jsonl says of an episode; see `RecordedEpisode`."""
+    segments = buffered.segments
+    first = segments[0].num_tokens if segments and not segments[0].is_policy else 0
+    return {
+        "turns": buffered.turns,
+        "first_observation_tokens": first,
+        "start_time": buffered.start_time,
+    }
 
 
 def _kept_turns(buffered: BufferedRollout) -> KeptTurns:
@@ -345,9 +374,10 @@ class RolloutBuffer:
         return self.workload.text(read_blocks(buffered.output)[0].tolist())
 
     def facts(self, buffered: BufferedRollout) -> dict[str, object]:
-        """Return what rollouts.jsonl says of a rollout's prompt: its place in the data, its text and its tokens."""
+        """Return what rollouts.jsonl says of a rollout's prompt (its place in the data, text and tokens) and turns."""
         line = buffered.line
         return {
+            **({} if self._environment is None else _turn_facts(buffered)),
             "step": buffered.step,
             "place": self.workload.place(line),
             "prompt": self.workload.records[line]["prompt"],
@@ -399,6 +429,7 @@ class RolloutBuffer:
         buffered.paths.clear()
         buffered.versions.clear()
         buffered.turn_rewards.clear()
+        buffered.action_times.clear()
         buffered.num_tokens, buffered.output, buffered.segments = 0, (), ()
         buffered.is_truncated = False
 

@@ -17,7 +17,7 @@ import simpy
 from streamrl.engine.messages import Act, Close, Event, Failed, Observed
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.sim.world_interface import WorldInterface
-from streamrl.workload.episodes import EpisodeFigures
+from streamrl.workload.episodes import Episode, start_time_of
 
 STREAM = 0x5342
 """Separates the random numbers of starts from those of episodes."""
@@ -29,7 +29,7 @@ class Starts:
     """When environments start: prepared ones first, and at most so many per second."""
 
     def __init__(self, config: EnvironmentConfig, seed: int) -> None:
-        self._cold = EpisodeFigures.of(config).start_time
+        self._cold = start_time_of(config)
         self._warm_time = config.warm_start_time
         self._spacing = 1 / config.starts_per_second if config.starts_per_second else 0.0
         self._rng = np.random.default_rng([seed, STREAM])
@@ -39,14 +39,19 @@ class Starts:
         """Heap of the instants at which prepared environments are ready."""
         heapify(self._prepared)
 
-    def begin(self, now: float) -> float:
-        """Begin a start, and return the seconds until the environment is open."""
+    def begin(self, now: float, recorded: float | None) -> float:
+        """Begin a start, and return the seconds until the environment is open.
+
+        Args:
+            now: the current instant.
+            recorded: the seconds of this start in a recorded run; None: they are drawn.
+        """
         begun = self._begin_one(now)
         if self._prepared and self._prepared[0] <= begun:
             heappop(self._prepared)
             heappush(self._prepared, self._begin_one(begun) + self._cold_time())
             return begun + self._warm_time - now
-        return begun + self._cold_time() - now
+        return begun + (self._cold_time() if recorded is None else recorded) - now
 
     def _begin_one(self, now: float) -> float:
         begun = max(now, self._next_at)
@@ -74,7 +79,9 @@ class Environments:
         around = self._around
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
-        seconds = self._starts.begin(around.env.now) if command.starts else 0.0
+        seconds = 0.0
+        if command.starts:
+            seconds = self._starts.begin(around.env.now, self._episode(command).start_time)
         if self._is_lost(self._num_acts):
             self._after(seconds, self._num_acts, Failed(command, LOST), command.rollout)
             return
@@ -88,18 +95,23 @@ class Environments:
 
     def _answer(self, command: Act) -> tuple[float, Observed]:
         """Return the seconds of an action, repeated ones included, and what the environment answers."""
-        episode, turn = self._around.rollouts[command.rollout].episode, command.turn
-        assert episode is not None, "only episodes act"
+        episode, turn = self._episode(command), command.turn
         limit = inf if command.time_limit is None else command.time_limit
         times, observations = episode.action_times, episode.observations
         repeated = sum(times[: turn - 1]) if command.starts and turn else 0.0
         if not turn:
             return repeated, Observed(command.rollout, 0)
         if turn > len(observations):
-            return repeated, Observed(command.rollout, 0, is_over=True)
+            last = min(sum(times[turn - 1 :]), limit)
+            return repeated + last, Observed(command.rollout, 0, is_over=True)
         time = times[turn - 1]
         answer = Observed(command.rollout, observations[turn - 1], has_timed_out=time > limit)
         return repeated + min(time, limit), answer
+
+    def _episode(self, command: Act) -> Episode:
+        episode = self._around.rollouts[command.rollout].episode
+        assert episode is not None, "only episodes act"
+        return episode
 
     def _after(self, seconds: float, number: int, event: Event, rollout: int) -> None:
         def end(_: simpy.Event) -> None:

@@ -34,6 +34,7 @@ from tests.runs import (
     checked_world,
     lose_replica_at,
     lose_trainer_at,
+    of,
     run_with_capacity,
     small_run,
 )
@@ -426,6 +427,25 @@ def test_recorded_episodes_are_sampled_as_a_whole(tmp_path: Path) -> None:
     found = {e for draw in SimulatedWorkload(run).draw(0, 50) for e in draw.episodes}
     assert found == {Episode((10, 30), (30,), (1.5,)), Episode((7,), (), ())}
     assert simulated(run).entries
+
+
+def test_a_recorded_episode_takes_its_recorded_start_and_its_last_action(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.csv"
+    path.write_text(
+        "episode,output_tokens,observation_tokens,action_time,start_time\na,9,30,1.5,7\na,8,0,2.5,\n"
+    )
+    lengths = {"kind": "episodes", "source": str(path)}
+    environment = {"max_turns": 4, "max_context": 4096}
+    trace = simulated(small_run({"environment": environment, "workload.lengths": lengths}))
+    began: dict[int, tuple[float, Act]] = {}
+    seconds: dict[int, list[float]] = {}
+    for entry in trace.entries:
+        if isinstance(entry.event, Observed):
+            at, act = began.pop(entry.event.rollout)
+            seconds.setdefault(act.turn, []).append(entry.time - at)
+        began |= {each.rollout: (entry.time, each) for each in of(Act, entry.commands)}
+    for turn, expected in enumerate((7.0, 1.5, 2.5)):
+        assert seconds[turn] == pytest.approx([expected] * len(seconds[turn]))
 
 
 def test_recorded_episodes_need_an_environment(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from streamrl.engine.messages import Act, Event, Failed, Observed, Verified
 from streamrl.engine.state import State
@@ -26,8 +27,13 @@ from streamrl.executor.environment.session import (
 )
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.world import RealWorld
+from streamrl.record.recorded_inputs import recorded_inputs
+from streamrl.record.run_directory import read_rollouts
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.workload_config import LengthsConfig
+from streamrl.workload.episodes import RecordedEpisodes, read_episodes
+from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import of
 from tests.scripted import make_world
 from tests.scripted_roles import tokens_of
@@ -264,3 +270,51 @@ def test_the_doctor_begins_an_episode(tmp_path: Path, name: str, level: str) -> 
     (found,) = readiness._find_environment(run.environment, run.workload)
     assert found.level == level
     assert level == "ok" or "environment.implementation" in found.text
+
+
+# The record ---------------------------------------------------------------------------------------
+
+
+def test_episodes_are_recorded_turn_by_turn_and_simulated_again(tmp_path: Path) -> None:
+    """`compare` and the kind episodes both simulate the turns, observations and times of rollouts.jsonl."""
+    run = episode_run(tmp_path, env__arguments={"first": "begin"}, algorithm__steps=2)
+    trace, directory = executed(run), tmp_path / "run"
+    lines = {line["rollout"]: line for line in read_rollouts(directory)}
+    answers: dict[int, list[int]] = {}
+    for entry in trace.entries:
+        if isinstance(entry.event, Observed) and not entry.event.is_over:
+            answers.setdefault(entry.event.rollout, []).append(entry.event.tokens)
+    for rollout, line in lines.items():
+        turns = line["turns"]
+        assert [turn["tokens"] for turn in turns] == [len(tokens_of(rollout, n)) for n in range(3)]
+        shown = [line["first_observation_tokens"], *(t["observation_tokens"] for t in turns)]
+        assert shown == [*answers[rollout], 0] and shown[0] == 5
+        assert all(0 < turn["action_time"] < 5 for turn in turns) and 0 < line["start_time"] < 5
+
+    recorded = recorded_inputs(trace, directory / "trace.jsonl")
+    draws = SimulatedWorkload(replace(run, workload=recorded.workload)).draw(0, 2)
+    for draw in draws:
+        for rollout, episode in zip(draw.drawn.rollouts, draw.episodes, strict=True):
+            turns = lines[rollout]["turns"]
+            assert episode.observations == tuple(t["observation_tokens"] for t in turns[:-1])
+            assert episode.action_times == tuple(turn["action_time"] for turn in turns)
+            assert episode.start_time == lines[rollout]["start_time"]
+        assert draw.drawn.prompt_tokens == lines[draw.drawn.rollouts[0]]["prompt_tokens"] + 5
+    for source in (directory, directory / "rollouts.jsonl"):
+        lengths = LengthsConfig(kind="episodes", source=str(source))
+        workload = replace(run.workload, lengths=lengths)
+        (drawn,) = SimulatedWorkload(replace(run, workload=workload)).draw(0, 1)
+        assert {each.num_turns for each in drawn.episodes} == {3}
+
+
+def test_a_damaged_record_of_episodes_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    line = '{"rollout": 0, "prompt_tokens": 4, "turns": [{"tokens": 3, "action_time": 0.5}]}\n'
+    path.write_text(line + line[:20])
+    assert read_episodes(path)[0].episode.action_times == (0.5,)
+    path.write_text(line + line.replace('"tokens": 3', '"tokens": 0'))
+    with pytest.raises(ValueError, match=r"rollouts.jsonl:2: the line is not from a run"):
+        read_episodes(path)
+    path.write_text(line.replace("turns", "texts"))
+    with pytest.raises(ValueError, match="has no episode with turns"):
+        RecordedEpisodes(path, 400)

@@ -6,6 +6,7 @@ texts are decoded from the sampled tokens. Rewards of repeated actions replace t
 
 from __future__ import annotations
 
+import time
 from math import fsum
 
 from streamrl.engine.messages import Act, Close, Observed
@@ -77,7 +78,10 @@ class EpisodeRunner:
         session = self._sessions[rollout] = Session(self._host)
         task = self._buffer.workload.records[buffered.line]
         buffered.turn_rewards.clear()
+        buffered.action_times.clear()
+        began_at = time.monotonic()
         observation = await session.reset(task)
+        buffered.start_time = time.monotonic() - began_at
         if buffered.output:
             return 0
         ids = self._encoder.first(task["prompt"], observation)
@@ -92,7 +96,9 @@ class EpisodeRunner:
         while session.num_steps < turn and not session.is_over:
             is_last = session.num_steps + 1 == turn
             seconds = limit if is_last else self._config.action_time_limit
+            began_at = time.monotonic()
             answer = await session.step(texts[session.num_steps], seconds)
+            buffered.action_times.append(time.monotonic() - began_at)
             buffered.turn_rewards.append(answer.reward)
         return answer
 

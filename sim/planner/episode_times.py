@@ -36,7 +36,7 @@ from streamrl.runfile.policies_config import TurnPlacement
 from streamrl.sim.batch_generation import DrawnBatch, Finish, StepBatch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.planner.stage_times import GenerationTime, summarize
-from streamrl.workload.episodes import Episode, EpisodeFigures
+from streamrl.workload.episodes import Episode, start_time_of
 from streamrl.workload.replica_batch import rollouts_under_way
 
 POINTS = 16
@@ -235,7 +235,7 @@ class Population(NamedTuple):
         per_second = config.starts_per_second
         return cls(
             sandboxes=min(limits, default=inf),
-            start=EpisodeFigures.of(config).start_time.mean,
+            start=start_time_of(config).mean,
             warm=config.warm,
             warm_start=float(config.warm_start_time),
             spacing=(1 + (config.warm > 0)) / per_second if per_second else 0.0,

@@ -27,15 +27,16 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     optionally, prompt_tokens).
     groups: lengths by prompt (columns prompt_id and output_tokens; optional prompt_tokens and
     family); whole groups are sampled. trace: the lengths of a recorded run, rollout by rollout.
-    stated: lognormal lengths with the figures in `source`. episodes: recorded episodes, one turn a
-    row (columns episode, output_tokens, observation_tokens and action_time in seconds; optional
-    prompt_tokens); whole episodes are sampled, which needs [environment]. Short forms of the section are
+    stated: lognormal lengths with the figures in `source`. episodes: whole episodes are sampled from an
+    executed run or a CSV file, which needs [environment]. The file has one turn a row (columns episode,
+    output_tokens, observation_tokens and action_time in seconds; optional prompt_tokens and start_time).
+    Short forms of the section are
     lengths = { mean = "6k", p95 = "20k", max = "32k" } and lengths = "math reasoning" (or "short
     math", "code", "math and code", "chat").
     """
     source: str
-    """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file). Kind stated: figures,
-    such as "mean 6000, p95 20000, max 32000".
+    """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file; episodes: also a
+    run directory or its rollouts.jsonl). Kind stated: figures, such as "mean 6000, p95 20000, max 32000".
     """
     scale: float = 1.0
     """Factor of every length."""
@@ -77,7 +78,8 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     @property
     def names_a_file(self) -> bool:
         """Whether `source` is a path, not the name of a profile."""
-        return self.kind != "stated" and ("/" in self.source or "." in self.source)
+        is_path = self.kind == "episodes" or "/" in self.source or "." in self.source
+        return self.kind != "stated" and is_path
 
 
 class RankerConfig(Section, frozen=True, kw_only=True):

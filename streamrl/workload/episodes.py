@@ -14,7 +14,7 @@ from functools import cached_property
 from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from streamrl.hardware.profiles import find_profile, read_profile
 from streamrl.runfile.distribution_words import StatedDistribution, read_distribution
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.reading import read_text
 from streamrl.workload.data_files import parse_number, read_csv
 from streamrl.workload.stated_lengths import USUAL_SPREAD, fitted_to_mean
 
@@ -38,6 +39,10 @@ standard deviation is 0.7 of their mean.
 STREAM = 0x4550
 """Separates the random numbers of turns from those of lengths."""
 TIMES = ("action_time", "start_time")
+ROLLOUTS = "rollouts.jsonl"
+"""File of a run directory with a line for each verified rollout."""
+MOST_TOKENS, MOST_SECONDS = 10**9, 1e9
+"""Largest recorded numbers; larger ones come from a damaged file."""
 
 
 class Episode(msgspec.Struct, frozen=True, gc=False):
@@ -48,9 +53,13 @@ class Episode(msgspec.Struct, frozen=True, gc=False):
     observations: tuple[int, ...]
     """Tokens of the answer to each turn that the environment answers."""
     action_times: tuple[float, ...]
-    """Seconds of the action of each of these turns, without a time limit."""
+    """Seconds of the action of each of these turns, without a time limit. A recorded episode may have
+    one more: the action that ended it.
+    """
     is_cut: bool = False
     """Whether its last turn ends at the maximum context."""
+    start_time: float | None = None
+    """Recorded seconds of the start of its environment; None if they are drawn."""
 
     @property
     def num_turns(self) -> int:
@@ -102,7 +111,20 @@ class EpisodeFigures(NamedTuple):
         Raises:
             RunError: a distribution is missing or cannot be read.
         """
-        return cls(*(Lognormal.of(name, _text_of(config, name)) for name in cls._fields))
+        return cls(*(_figure(config, name) for name in cls._fields))
+
+
+def start_time_of(config: EnvironmentConfig) -> Lognormal:
+    """Return the distribution of the seconds of a cold start. Recorded episodes need no other one.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    return _figure(config, "start_time")
+
+
+def _figure(config: EnvironmentConfig, name: str) -> Lognormal:
+    return Lognormal.of(name, _text_of(config, name))
 
 
 def load_episode_profile(name: str) -> EpisodeProfile:
@@ -248,50 +270,122 @@ def fitted_to_context(episode: Episode, room: int) -> Episode:
     for turn, end in enumerate(episode.ends):
         if end + held >= room:
             ends = (*episode.ends[:turn], room - held)
-            return Episode(ends, episode.observations[:turn], episode.action_times[:turn], True)
+            return Episode(
+                ends,
+                episode.observations[:turn],
+                episode.action_times[:turn],
+                True,
+                episode.start_time,
+            )
         if turn < len(episode.observations) and end + held + episode.observations[turn] >= room:
             observations = (*episode.observations[:turn], room - held - end)
             times = episode.action_times[: turn + 1]
-            return Episode(episode.ends[: turn + 1], observations, times)
+            ends = episode.ends[: turn + 1]
+            return Episode(ends, observations, times, start_time=episode.start_time)
         held += episode.observations[turn] if turn < len(episode.observations) else 0
     return episode
 
 
-class RecordedEpisodes:
-    """Episodes of a CSV file, one turn a row. Whole episodes are sampled.
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 
-    Columns: episode, output_tokens, observation_tokens and action_time (seconds) of each turn in
-    order; optional prompt_tokens. The observation and time of an episode's last row are ignored.
+
+class RecordedTurn(msgspec.Struct, frozen=True, gc=False):
+    """One turn of an executed or a logged episode."""
+
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    """Generated tokens."""
+    observation_tokens: Count = 0
+    """Tokens of the observation that follows it; 0 if none does."""
+    action_time: Seconds | None = None
+    """Seconds until the environment answered; None if unknown, or if it did not."""
+
+
+class RecordedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a line of rollouts.jsonl that describes an episode."""
+
+    rollout: int | None = None
+    prompt_tokens: Count = 0
+    turns: tuple[RecordedTurn, ...] = ()
+    first_observation_tokens: Count = 0
+    """Tokens that the environment showed before the first turn."""
+    start_time: Seconds | None = None
+    """Seconds of the start of its environment, without later starts after a loss; None if unknown."""
+
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens before its first turn: the prompt, and what the environment showed."""
+        return self.prompt_tokens + self.first_observation_tokens
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it has turns, and the time of each action that an observation follows."""
+        return bool(self.turns) and all(
+            turn.action_time is not None or turn is self.turns[-1] for turn in self.turns
+        )
+
+    @property
+    def episode(self) -> Episode:
+        """Return it as a simulation needs it."""
+        times = [turn.action_time or 0.0 for turn in self.turns]
+        return Episode(
+            tuple(np.cumsum([turn.tokens for turn in self.turns]).tolist()),
+            tuple(turn.observation_tokens for turn in self.turns[:-1]),
+            tuple(times if times[-1] else times[:-1]),
+            start_time=self.start_time,
+        )
+
+
+def read_episodes(path: Path) -> dict[int, RecordedEpisode]:
+    """Return the recorded episodes of a rollouts.jsonl file by their rollout.
+
+    A rollout that a resumed run repeated counts once, as it was repeated. Rollouts without turns, and
+    those whose action times are unknown, are left out.
+
+    Raises:
+        ValueError: the file cannot be read, or has a wrong line; the message names both.
+    """
+    try:
+        *lines, _ = read_text(path).split("\n")  # a killed run may have left a part of a last line
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    found: dict[int, RecordedEpisode] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = msgspec.json.decode(line, type=RecordedEpisode)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: the line is not from a run: {error}") from None
+        if record.rollout is not None and record.is_timed:
+            found[record.rollout] = record
+    return found
+
+
+class RecordedEpisodes:
+    """Episodes of an executed run or of a CSV file. Whole episodes are sampled.
+
+    A CSV file has one turn a row, in order: columns episode, output_tokens, observation_tokens and
+    action_time (seconds); optional prompt_tokens and start_time. The observation of an episode's last
+    row is ignored. Its action is the one that ended the episode.
     """
 
     def __init__(self, path: Path, prompt_tokens: int) -> None:
-        """Read a file.
+        """Read a CSV file, a run directory, or its rollouts.jsonl.
 
         Raises:
             ValueError: it is wrong; the message names file and row.
         """
-        rows: dict[str, list[tuple[int, int, float]]] = {}
-        prompts: dict[str, int] = {}
-        for number, row in enumerate(read_csv(path), start=1):
-            name = row.get("episode") or ""
-            if not name:
-                raise ValueError(f"{path}: row {number} needs an episode, which marks its turns")
-            turn = [
-                _number(path, number, row, column, least)
-                for column, least in (
-                    ("output_tokens", 1),
-                    ("observation_tokens", 0),
-                    ("action_time", 0),
+        if path.is_dir() or path.suffix == ".jsonl":
+            file = path / ROLLOUTS if path.is_dir() else path
+            records = list(read_episodes(file).values())
+            if not records:
+                raise ValueError(
+                    f"{file} has no episode with turns; name a run that `streamrl execute` made with [environment]"
                 )
-            ]
-            rows.setdefault(name, []).append((int(turn[0]), int(turn[1]), turn[2]))
-            if row.get("prompt_tokens"):
-                prompts.setdefault(name, int(_number(path, number, row, "prompt_tokens", 1)))
-        if not rows:
-            raise ValueError(f"{path} has no rows")
-        self._episodes = [_recorded(turns) for turns in rows.values()]
+        else:
+            records = _read_rows(path, prompt_tokens)
+        self._episodes = [record.episode for record in records]
         self._lengths = np.array([episode.ends[-1] for episode in self._episodes])
-        self._prompts = np.array([prompts.get(name, prompt_tokens) for name in rows])
+        self._prompts = np.array([record.shown_tokens for record in records])
 
     def pick(self, rng: np.random.Generator, num_groups: int, group_size: int) -> Lengths:
         """Return the recorded episode of each rollout, [num_groups, group_size]."""
@@ -312,12 +406,38 @@ class RecordedEpisodes:
         return tuple(fitted_to_context(self._episodes[pick], room) for pick in picks)
 
 
-def _recorded(turns: list[tuple[int, int, float]]) -> Episode:
-    ends = np.cumsum([tokens for tokens, _, _ in turns]).tolist()
-    answered = turns[:-1]
-    return Episode(
-        tuple(ends), tuple(obs for _, obs, _ in answered), tuple(time for _, _, time in answered)
-    )
+def _read_rows(path: Path, prompt_tokens: int) -> list[RecordedEpisode]:
+    """Return the episodes of a CSV file; `prompt_tokens` counts where a row has none."""
+    turns: dict[str, list[RecordedTurn]] = {}
+    prompts: dict[str, int] = {}
+    starts: dict[str, float] = {}
+    for number, row in enumerate(read_csv(path), start=1):
+        name = row.get("episode") or ""
+        if not name:
+            raise ValueError(f"{path}: row {number} needs an episode, which marks its turns")
+        output, observation, time = (
+            _number(path, number, row, column, least)
+            for column, least in (
+                ("output_tokens", 1),
+                ("observation_tokens", 0),
+                ("action_time", 0),
+            )
+        )
+        turns.setdefault(name, []).append(RecordedTurn(int(output), int(observation), time))
+        if row.get("prompt_tokens"):
+            prompts.setdefault(name, int(_number(path, number, row, "prompt_tokens", 1)))
+        if row.get("start_time"):
+            starts.setdefault(name, _number(path, number, row, "start_time", 0))
+    if not turns:
+        raise ValueError(f"{path} has no rows")
+    return [
+        RecordedEpisode(
+            prompt_tokens=prompts.get(name, prompt_tokens),
+            turns=tuple(own),
+            start_time=starts.get(name),
+        )
+        for name, own in turns.items()
+    ]
 
 
 def _number(path: Path, number: int, row: dict[str, str], column: str, least: int) -> float:
@@ -325,7 +445,7 @@ def _number(path: Path, number: int, row: dict[str, str], column: str, least: in
         value = parse_number(row.get(column) or "")
     except ValueError:
         value = -1.0
-    if value < least or (column != "action_time" and not value.is_integer()):
+    if value < least or (column not in TIMES and not value.is_integer()):
         raise ValueError(
             f"{path}: row {number}: {column} must be a number of at least {least}, got {row.get(column)!r}"
         )

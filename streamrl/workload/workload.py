@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol, assert_never
@@ -21,7 +21,15 @@ from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.length_words import stated_figures
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.data_files import parse_number, read_csv
-from streamrl.workload.episodes import Episode, EpisodeSource, RecordedEpisodes
+from streamrl.workload.episodes import (
+    ROLLOUTS,
+    Episode,
+    EpisodeSource,
+    RecordedEpisode,
+    RecordedEpisodes,
+    fitted_to_context,
+    read_episodes,
+)
 from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families
 from streamrl.workload.prompt_order import PromptOrder, TailBatches, make_order
@@ -115,12 +123,42 @@ class RecordedGroups:
         ]
         self._tokens = tokens
         self._known = finished
+        self._recorded: dict[int, RecordedEpisode] = {}
+
+    def read_episodes(self) -> bool:
+        """Read the turns of episodes from the run directory, and return whether it has them.
+
+        Then a group whose episodes are not all recorded gets those of another one.
+
+        Raises:
+            ValueError: rollouts.jsonl has a wrong line.
+        """
+        file = self._path.parent / ROLLOUTS
+        found = read_episodes(file) if file.is_file() else {}
+        known = [g for g in self._finished if all(rollout in found for rollout in g.rollouts)]
+        if known:
+            self._recorded, self._finished = found, known
+            self._known = {group.group for group in known}
+        return bool(known)
+
+    def rollouts(self, first: int, num_groups: int, group_size: int) -> list[list[int]]:
+        """Return the recorded rollouts of each group."""
+        return [list(group.rollouts) for group in self._picks(first, num_groups, group_size)]
+
+    def episodes(self, rollouts: Sequence[int], room: int) -> tuple[Episode, ...]:
+        """Return the episodes of recorded rollouts, which end when their tokens reach `room`."""
+        return tuple(fitted_to_context(self._recorded[each].episode, room) for each in rollouts)
 
     def block(self, first: int, num_groups: int, group_size: int) -> tuple[Lengths, Lengths]:
         """Return lengths [num_groups, group_size] and prompt tokens [num_groups]; after the last recorded group it repeats."""
         groups = self._picks(first, num_groups, group_size)
         lengths = [[self._tokens[rollout] for rollout in group.rollouts] for group in groups]
-        return np.array(lengths), np.array([group.prompt_tokens for group in groups])
+        return np.array(lengths), np.array([self._shown_tokens(group) for group in groups])
+
+    def _shown_tokens(self, group: DrawnGroup) -> int:
+        """Return the tokens before the first turn: the prompt, and what the environment showed."""
+        first = self._recorded.get(group.rollouts[0])
+        return group.prompt_tokens + (0 if first is None else first.first_observation_tokens)
 
     def expected(self, first: int, num_groups: int, group_size: int) -> Lengths:
         """Return the recorded expectations of these groups when they were drawn, with the shape of `block`'s lengths."""
@@ -238,7 +276,7 @@ class SimulatedWorkload:
         self._environment = run.environment
         self._turns: EpisodeSource | None = None
         """Splits lengths into turns; None without an environment, and for recorded episodes."""
-        if run.environment is not None and not isinstance(self._source, RecordedEpisodes):
+        if run.environment is not None and not _has_episodes(self._source):
             self._turns = EpisodeSource(run.environment, run.seed)
         self._tells_families = run.filters_by_family
         if run.filters_by_family:
@@ -322,12 +360,12 @@ class SimulatedWorkload:
         """Return the episodes of a group, which is in a block at `offset`."""
         assert self._environment is not None, "only episodes have turns"
         prompt, factor = draw.drawn.prompt_tokens, self._environment.action_time_factor
-        if isinstance(self._source, RecordedEpisodes):
+        if self._turns is not None:
+            found = self._turns.episodes(group, draw.lengths, block.turns[offset], prompt)
+        else:
+            assert isinstance(self._source, RecordedEpisodes | RecordedGroups), "they are recorded"
             room = self._environment.max_context - prompt
             found = self._source.episodes(block.turns[offset], room)
-        else:
-            assert self._turns is not None, "episodes are split or recorded"
-            found = self._turns.episodes(group, draw.lengths, block.turns[offset], prompt)
         return found if factor == 1.0 else tuple(each.with_times(factor) for each in found)
 
     def _sample(self, block: int) -> _Block:
@@ -340,6 +378,8 @@ class SimulatedWorkload:
             if self._tells_families:
                 families = self._source.families(block * BLOCK, BLOCK, self._group_size)
             lengths, prompts = self._source.block(block * BLOCK, BLOCK, self._group_size)
+            if self._environment is not None:
+                turns = self._source.rollouts(block * BLOCK, BLOCK, self._group_size)
         else:
             rng = np.random.default_rng([self._seed, block])
             if isinstance(self._source, Groups):
@@ -391,6 +431,13 @@ class SimulatedWorkload:
         assert isinstance(self._source, Groups), "only groups know their prompts' past"
         rng = np.random.default_rng([self._seed, block])
         return self._source.past(self._pick(block, rng), rng, lengths, num_samples)
+
+
+def _has_episodes(source: Source | RecordedGroups) -> bool:
+    """Return whether a source has recorded turns."""
+    if isinstance(source, RecordedGroups):
+        return source.read_episodes()
+    return isinstance(source, RecordedEpisodes)
 
 
 class _Block(NamedTuple):
