@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from streamrl.record.evaluation import EVALUATIONS, read_evaluations
+from streamrl.record.evaluation import EVALUATED, EVALUATIONS, final_scores, read_evaluations
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import Curve, curves_picture
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from tests.command_line import streamrl
 from tests.test_execute import execute, real_run
 from tests.test_report_executed import section_of
 from tests.tiny_model import tiny_model
@@ -68,3 +72,47 @@ def test_intervals_of_curves_are_within_the_picture_and_beside_each_other() -> N
     assert spreads[0].points[0][0] < spreads[1].points[0][0]
     dots = [each for each in drawing.shapes if isinstance(each, Dot) and each.css == "point s-1"]
     assert len(dots) == 2
+
+
+def test_a_diff_of_executed_runs_pairs_their_last_scores_by_prompt(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    changes = {"policies__system": "stream-sync", "algorithm__steps": 2}
+    execute(real_run(other, evaluation=HELD_OUT, **changes))
+    shutil.rmtree(evaluated / "inputs", ignore_errors=True)  # nothing is simulated
+    told = json.loads(streamrl("diff", evaluated, other / "run", "--json").stdout)
+    results = [read_evaluations(each)[-1] for each in (evaluated, other / "run")]
+    assert [each.step for each in results] == [4, 2]
+    a, b = (each.scores["pass@1"].value for each in results)
+    found = told["scores"]["pass@1"]
+    assert found["num_prompts"] == 3 and found["difference"]["value"] == pytest.approx(a - b)
+    assert {"key": "algorithm.steps", "a": 4, "b": 2} in told["changes"]
+    shown = streamrl("diff", evaluated, other / "run").stdout
+    markdown = streamrl("diff", evaluated, other / "run", "--markdown").stdout
+    for text in (shown, markdown):
+        assert "pass@3" in text and "step 4 of A, step 2 of B" in text and "streamrl report" in text
+
+
+def test_scores_of_other_prompts_or_of_none_are_not_compared(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    config = EvaluationConfig(**HELD_OUT)
+    other = tmp_path / "other"
+    shutil.copytree(evaluated, other)
+    same = final_scores(evaluated, other, config)
+    assert {each.score.value for each in same.differences.values()} == {0.0}
+    lines = (other / EVALUATIONS).read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["rewards"] = {prompt: [2.0, 2.0, 2.0] for prompt in last["rewards"]}
+    (other / EVALUATIONS).write_text("\n".join([*lines[:-1], json.dumps(last), ""]))
+    found = final_scores(evaluated, other, config).differences["avg@3"]
+    assert found.score.value == pytest.approx(same.a.scores["avg@3"].value - 2)
+    path = other / EVALUATED
+    path.write_text(path.read_text().replace('"prompt":"p', '"prompt":"q'))
+    with pytest.raises(ValueError, match="held-out prompt 0 of A is another one"):
+        final_scores(evaluated, other, config)
+    (other / EVALUATIONS).unlink()
+    with pytest.raises(ValueError, match="other has no evaluation"):
+        final_scores(evaluated, other, config)

@@ -83,7 +83,8 @@ def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:
     if trace.world != world:
         wanted, found = (KINDS[each] for each in (world, trace.world))
         raise ValueError(
-            f"{path}: compare needs {wanted} here, got {found}: {hint}; "
-            f"streamrl report DIR DIR sets runs of any kind side by side"
+            f"{path}: compare needs {wanted} here, got {found}: {hint}. "
+            "To compare other pairs, use streamrl report DIR DIR. "
+            "streamrl diff DIR DIR compares scores of executed runs"
         )
     return trace

@@ -207,3 +207,39 @@ def read_evaluations(directory: Path) -> list[EvaluationResult]:
         return [msgspec.convert(line, EvaluationResult, str_keys=True) for line in read_lines(path)]
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: a line is not from a run: {error}") from None
+
+
+class FinalScores(NamedTuple):
+    """The last evaluations of two runs on the same prompts."""
+
+    a: EvaluationResult
+    b: EvaluationResult
+    differences: dict[str, Difference]
+    """By score: that of A minus that of B."""
+
+
+def final_scores(a: Path, b: Path, config: EvaluationConfig) -> FinalScores:
+    """Compare the last evaluations in two run directories; `config` is that of A.
+
+    Raises:
+        ValueError: a run has no evaluation, or their prompts or numbers of rollouts differ.
+    """
+    results = []
+    for directory in (a, b):
+        if not (found := read_evaluations(directory)):
+            raise ValueError(f"{directory} has no evaluation")
+        results.append(found[-1])
+    one, other = results
+    if one.samples != other.samples:
+        raise ValueError(f"evaluation.samples is {one.samples} in A and {other.samples} in B")
+    ours, theirs = _prompts_of(a, one.step), _prompts_of(b, other.step)
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            raise ValueError(f"held-out prompt {number} of A is another one than that of B")
+    return FinalScores(one, other, difference(one, other, config))
+
+
+def _prompts_of(directory: Path, step: int) -> dict[int, object]:
+    """Return the prompts of an evaluation by their numbers."""
+    lines = read_lines(directory / EVALUATED)
+    return {line["prompt_number"]: line["prompt"] for line in lines if line["step"] == step}

@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.record.band import ends_of
+from streamrl.record.evaluation import FinalScores
 from streamrl.record.run_comparison import Against
 from streamrl.report.against_report import band_lines, figures, verdict
+from streamrl.report.evaluation_table import final_score_rows, say_final_scores
 from streamrl.report.run_tables import dollars_text, time_text
 from streamrl.report.words import change as change_text
 from streamrl.runfile.config import Run
@@ -22,6 +24,7 @@ from streamrl.runfile.units import BITS_PER_BYTE
 from streamrl.sim.planner.plan import PlanOption
 
 ABSENT = "absent"
+SAME = "A and B are the same run."
 IGNORED = ("execute.output",)
 """Keys that say where results go, and change nothing of a run."""
 TOTALS = (
@@ -67,21 +70,31 @@ def diff_report(
     why_not: str,
     *,
     intervals: bool = False,
+    scores: FinalScores | None = None,
 ) -> RenderableType:
     """Lay out what differs for a terminal; `why_not` says why there are no figures."""
+    held_out = [] if scores is None else [Text(), *_scores_part(scores)]
     if not changes:
-        return Text("A and B are the same run.")
+        return Group(Text(SAME), *held_out)
     keys = Table("key", "A", "B", box=None, pad_edge=False)
     for change in _rows(changes):
         keys.add_row(*change)
     if against is None:
-        return Group(keys, Text(), Text(why_not))
+        return Group(keys, *held_out, Text(), Text(why_not))
     table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
     for row in _totals(against, intervals):
         table.add_row(*row)
     *lines, last = _lines(against)
     told = [Text(line) for line in lines]
-    return Group(keys, Text(), table, *told, Text(), Text(last, style="bold"))
+    return Group(keys, *held_out, Text(), table, *told, Text(), Text(last, style="bold"))
+
+
+def _scores_part(scores: FinalScores) -> Iterator[RenderableType]:
+    table = Table("", "A", "B", "A - B", box=None, pad_edge=False)
+    for row in final_score_rows(scores):
+        table.add_row(*row)
+    yield table
+    yield Text(say_final_scores(scores))
 
 
 def diff_markdown(
@@ -90,12 +103,17 @@ def diff_markdown(
     why_not: str,
     *,
     intervals: bool = False,
+    scores: FinalScores | None = None,
 ) -> str:
     """Return what differs as Markdown, for the description of a pull request."""
+    held_out = []
+    if scores is not None:
+        rows_of_scores = list(final_score_rows(scores))
+        held_out = [_table(("", "A", "B", "A - B"), rows_of_scores), say_final_scores(scores)]
     if not changes:
-        return "A and B are the same run."
+        return "\n\n".join([SAME, *held_out])
     rows = [(f"`{key}`", *values) for key, *values in _rows(changes)]
-    parts = [_table(("key", "A", "B"), rows)]
+    parts = [_table(("key", "A", "B"), rows), *held_out]
     if against is None:
         return "\n\n".join([*parts, why_not])
     parts.append(_table(("", "A", "B", "A - B"), list(_totals(against, intervals))))

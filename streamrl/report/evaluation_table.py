@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from streamrl.record.evaluation import Difference, EvaluationResult, difference
+from streamrl.record.evaluation import Difference, EvaluationResult, FinalScores, difference
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.formatting import format_duration
 
@@ -46,3 +46,20 @@ def say_change(results: Sequence[EvaluationResult], config: EvaluationConfig) ->
     if last.main not in changes:
         return ""
     return say_difference(changes[last.main], last.main, f"from step {first.step} to {last.step}")
+
+
+def final_score_rows(found: FinalScores) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row for each score of two runs: its name, both values and their difference, with intervals."""
+    for name, each in found.differences.items():
+        score = each.score
+        change = f"{score.value:+.3f} ({score.low:+.3f} to {score.high:+.3f})"
+        yield name, str(found.a.scores[name]), str(found.b.scores[name]), change
+
+
+def say_final_scores(found: FinalScores) -> str:
+    """Return a line about what the rows of `final_score_rows` compare."""
+    (num, *_) = [each.num_prompts for each in found.differences.values()] or [0]
+    return (
+        f"Scores on held-out prompts: step {found.a.step:,} of A, step {found.b.step:,} of B. The difference is "
+        f"paired over {num:,} prompts. The intervals do not cover the seed of the training."
+    )
