@@ -20,14 +20,24 @@ from streamrl.cli.shared import (
     print_json,
     trace_file,
 )
+from streamrl.logs.agent_logs import (
+    CHARACTERS_PER_TOKEN,
+    Tokens,
+    assumed_tokens,
+    looks_like_agent_log,
+    read_agent_log,
+    write_episodes,
+)
 from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.imported_workload import (
+    EPISODES,
     LENGTHS,
     PROMPTS,
     SHAPE,
     STEPS,
     WORKLOAD,
     Fragment,
+    replay_episodes,
     replay_rollouts,
     replay_steps,
     replay_trace,
@@ -45,8 +55,8 @@ from streamrl.runfile.workload_config import HUB
 from streamrl.sim.calibration.calibrate import measured_steps
 from streamrl.workload.data_files import read_csv
 
-ROLLOUTS = "rollouts"
-"""The format name for data sets."""
+ROLLOUTS, AGENT = "rollouts", "agent"
+"""The format names for data sets, and for message logs of agents."""
 
 
 def import_log(
@@ -54,7 +64,8 @@ def import_log(
         str,
         typer.Argument(
             metavar="LOG|DATASET",
-            help="A log, the directory of an executed run, or rollouts: JSONL, Parquet, CSV, a directory of `datasets`, hf://NAME.",
+            help="A log, the directory of an executed run, message logs of agents (JSON, JSONL, or a directory of .traj files), or "
+            "rollouts: JSONL, Parquet, CSV, a directory of `datasets`, hf://NAME.",
         ),
     ],
     output: Annotated[
@@ -67,7 +78,7 @@ def import_log(
         str | None,
         typer.Option(
             "--format",
-            help="areal, nemo-rl, openrlhf, prime-rl, roll, skyrl, slime, torchforge, trl, verl, csv or rollouts. Default: detect it.",
+            help="areal, nemo-rl, openrlhf, prime-rl, roll, skyrl, slime, torchforge, trl, verl, csv, agent or rollouts. Default: detect it.",
         ),
     ] = None,
     fields: RolloutFields = None,
@@ -85,6 +96,18 @@ def import_log(
             help="Whether the run generated during training. Default: read it from the log's keys.",
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the tokenizer that counts the tokens of an agent's log."),
+    ] = None,
+    characters: Annotated[
+        float,
+        typer.Option(
+            "--characters-per-token",
+            min=0.1,
+            help="Without --model: characters of an agent's log that count as one token, an assumption.",
+        ),
+    ] = CHARACTERS_PER_TOKEN,
     as_json: AsJson = False,
 ) -> None:
     """Make a workload from a log, an executed run or recorded rollouts.
@@ -95,25 +118,38 @@ def import_log(
     From a log, it writes steps.csv for `streamrl calibrate`, and workload.toml. Its lengths follow a known distribution,
     scaled to the logged mean.
 
+    From message logs of agents (SWE-agent, mini-swe-agent, OpenHands, tau-bench, or chat messages with tool calls), it writes
+    episodes.csv, one turn a row, and workload.toml.
+
     From an executed run, it writes steps.csv and workload.toml with the recorded lengths.
 
     Example: streamrl import rollouts.jsonl -o recorded
     """
     chosen = parse_fields(fields or ())
     keep_private(Path(recorded))
+    is_agent = log_format == AGENT or (log_format is None and _is_agent_log(recorded))
+    if model is not None and not is_agent:
+        raise ValueError("--model applies only to message logs of agents: add --format agent")
     claim_directory(output)
     files: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     if not recorded.startswith(HUB) and log_format is None and holds_run(Path(recorded)):
         fragment, files[STEPS] = _of_run(Path(recorded), output)
         kind = "streamrl"
-    elif log_format == ROLLOUTS or (log_format is None and _is_data_set(recorded)):
+    elif log_format == ROLLOUTS or (log_format is None and not is_agent and _is_data_set(recorded)):
         rollouts = read_rollouts(recorded, chosen, split)
         fragment, kind = replay_rollouts(rollouts, recorded), ROLLOUTS
         notes = rollouts.notes
         files[LENGTHS] = write_lengths(rollouts, recorded)
         if rollouts.records:
             files[PROMPTS] = write_prompts(rollouts)
+    elif is_agent:
+        _refuse_of_data_sets(chosen, split)
+        count, tokens = _counter(model, characters)
+        log = read_agent_log(recorded, count)
+        fragment, kind = replay_episodes(log, recorded, tokens), log.format
+        notes = (f"tokens: {tokens}", *log.notes)
+        files[EPISODES] = write_episodes(log, recorded, tokens)
     else:
         _refuse_of_data_sets(chosen, split)
         steps = read_measured_file(Path(recorded), log_format, is_asynchronous)
@@ -138,6 +174,26 @@ def _is_data_set(recorded: str) -> bool:
     if not recorded.endswith((".csv", ".csv.gz")):
         return True
     return not {"step", "step_time"} & set(read_csv(Path(recorded))[0])
+
+
+def _is_agent_log(recorded: str) -> bool:
+    """Return whether a path holds message logs, not rollouts whose columns have lengths."""
+    return looks_like_agent_log(recorded) and (
+        Path(recorded).is_dir() or not _is_data_set(recorded)
+    )
+
+
+def _counter(model: Path | None, characters: float) -> tuple[Tokens, str]:
+    """Return a function that counts the tokens of a text, and what it counts with."""
+    if model is None:
+        return assumed_tokens(characters), f"{characters:g} characters each, an assumption"
+    from streamrl.executor.prompts import load_tokenizer
+
+    tokenizer = load_tokenizer(str(model))
+    return (
+        lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+        f"tokenizer of {model}",
+    )
 
 
 def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str]:

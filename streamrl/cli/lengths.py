@@ -18,6 +18,12 @@ from streamrl.cli.shared import (
     print_json,
     trace_file,
 )
+from streamrl.logs.agent_logs import (
+    CHARACTERS_PER_TOKEN,
+    assumed_tokens,
+    looks_like_agent_log,
+    read_agent_log,
+)
 from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.recorded_rollouts import (
     ASSUMED_PROMPTS,
@@ -160,6 +166,12 @@ def _of_run(path: Path) -> Found:
 
 def _of_rollouts(source: str, fields: Sequence[str]) -> Found:
     """Return the lengths of a data set; a log has only means, which the error says."""
+    is_data_set = looks_like_rollouts(source) and not Path(source).is_dir()
+    if not fields and not is_data_set and looks_like_agent_log(source):
+        log = read_agent_log(source, assumed_tokens(CHARACTERS_PER_TOKEN))
+        outputs = np.array([each.episode.ends[-1] for each in log.episodes])
+        told = f"{CHARACTERS_PER_TOKEN:g} characters count as a token (assumed); `streamrl import --model DIR` counts them"
+        return Found(f"{log.format} {source}", outputs, notes=[told, *log.notes])
     if not fields and not looks_like_rollouts(source):
         measured = read_measured_file(Path(source))
         mean = measured.mean("output_tokens")

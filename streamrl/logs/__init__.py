@@ -6,6 +6,7 @@ Read these files first:
 - `framework_logs.py`: read a log (text, JSON lines, JSON or CSV) by these formats. `printed_values.py` reads its numbers.
 - `measured_steps.py`: `MeasuredStep`, one row for each step: seconds by stage, and work. It also reads traces.
 - `recorded_rollouts.py`: read a data set of rollouts as lengths by prompt.
+- `agent_logs.py`: read message logs of agents as episodes, turn by turn.
 - `imported_workload.py`: write the part of a run file that replays what was read.
 
 Rules:

@@ -12,6 +12,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from streamrl.hardware.profiles import find_profile
+from streamrl.logs.agent_logs import AgentLog, mean_facts
 from streamrl.logs.log_formats import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.logs.recorded_rollouts import RecordedRollouts
@@ -20,6 +21,7 @@ from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 from streamrl.workload.workload import RecordedGroups, load_source
 
 LENGTHS, PROMPTS, STEPS, WORKLOAD = "lengths.csv", "prompts.jsonl", "steps.csv", "workload.toml"
+EPISODES = "episodes.csv"
 SHAPE = "r1-distill-aime"
 """Assumed shape of lengths if a log has only means: real outputs of a reasoning model on mathematics."""
 DRAWN = 1 << 16
@@ -75,6 +77,27 @@ def replay_rollouts(found: RecordedRollouts, source: str) -> Fragment:
         notes.append("The file does not identify prompts, so lengths are drawn independently.")
     notes += [f"Note: {note}." for note in found.notes]
     return Fragment(_written(notes, {**workload, "lengths": table}), facts)
+
+
+def replay_episodes(log: AgentLog, source: str, tokens: str) -> Fragment:
+    """Return a workload that samples the episodes of an agent's log.
+
+    Args:
+        log: the episodes.
+        source: its name.
+        tokens: how tokens were counted.
+    """
+    prompts = [each.prompt_tokens for each in log.episodes if each.prompt_tokens]
+    table: dict[str, object] = {"kind": "episodes", "source": EPISODES}
+    if prompts:
+        table["prompt_tokens"] = max(1, round(fmean(prompts)))
+    notes = [
+        f"{len(log.episodes)} episodes of {source} ({log.format}). Tokens: {tokens}.",
+        f"They need [environment] with max_turns of at least {log.max_turns} and max_context of at least {log.max_context}.",
+        *(f"Note: {note}." for note in log.notes),
+    ]
+    workload: dict[str, object] = {"max_prompt_tokens": max(prompts)} if prompts else {}
+    return Fragment(_written(notes, {**workload, "lengths": table}), mean_facts(log))
 
 
 def replay_trace(file: str, shown: str, source: str) -> Fragment:

@@ -1,0 +1,133 @@
+"""Message logs of agents become episodes that a simulation replays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.logs.agent_logs import AgentLog, assumed_tokens, read_agent_log
+from streamrl.workload.episodes import Episode
+from streamrl.workload.workload import SimulatedWorkload
+from tests.command_line import streamrl
+from tests.runs import small_run
+from tests.test_import import write_lines
+
+CALL = [{"id": "1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "ssss"},
+    {"role": "user", "content": [{"type": "text", "text": "uuuuuu"}]},
+    {"role": "assistant", "content": "abc", "tool_calls": CALL},
+    {"role": "tool", "tool_call_id": "1", "content": "x" * 20},
+    {"role": "assistant", "content": "done"},
+]
+TIMED = [
+    {**each, "extra": {"timestamp": 100.0 + 2.5 * number}} for number, each in enumerate(MESSAGES)
+]
+STEPS = [
+    {
+        "response": "think\nls -F",
+        "action": "ls -F\n",
+        "observation": "o" * 7,
+        "execution_time": 0.5,
+    },
+    {"response": "", "action": "submit", "observation": "", "execution_time": 1.5},
+]
+EVENTS = [
+    {"id": 0, "source": "agent", "action": "system", "args": {"content": "ssss"}},
+    {"id": 1, "source": "user", "action": "message", "args": {"content": "task"}},
+    {"id": 2, "source": "agent", "action": "recall", "args": {"query": "task"}},
+    {
+        **{"id": 3, "source": "agent", "action": "run", "timestamp": "2026-06-20T10:00:05"},
+        "args": {"command": "ls -la", "thought": "list", "is_confirmed": "confirmed"},
+    },
+    {
+        **{
+            "id": 4,
+            "source": "agent",
+            "observation": "run",
+            "timestamp": "2026-06-20T10:00:07.250",
+        },
+        **{"cause": 3, "content": "total 8"},
+    },
+    {"id": 5, "source": "agent", "action": "finish", "args": {"final_thought": "ready"}},
+]
+
+
+def read(path: Path, document: Any) -> AgentLog:
+    """Return a log of which each character is a token."""
+    path.write_text(json.dumps(document))
+    return read_agent_log(str(path), assumed_tokens(1))
+
+
+@pytest.mark.parametrize(
+    ("document", "name", "prompt", "episode"),
+    [
+        (MESSAGES, "messages", 10, Episode((9, 13), (20,), (0.0,))),
+        ({"messages": MESSAGES}, "messages", 10, Episode((9, 13), (20,), (0.0,))),
+        ([{"task_id": 3, "traj": MESSAGES}], "tau-bench", 10, Episode((9, 13), (20,), (0.0,))),
+        (
+            {
+                "trajectory_format": "mini-swe-agent-1.1",
+                "messages": [*TIMED, {"role": "exit", "content": "e"}],
+            },
+            "mini-swe-agent",
+            10,
+            Episode((9, 13), (20,), (2.5,)),
+        ),
+        ({"trajectory": STEPS}, "SWE-agent", 0, Episode((11, 18), (7,), (0.5, 1.5))),
+        (EVENTS, "OpenHands", 8, Episode((11, 16), (7,), (2.25,))),
+        ({"history": EVENTS, "metrics": {}}, "OpenHands", 8, Episode((11, 16), (7,), (2.25,))),
+    ],
+)
+def test_a_log_is_recognised_by_its_structure(
+    tmp_path: Path, document: Any, name: str, prompt: int, episode: Episode
+) -> None:
+    log = read(tmp_path / "log.json", document)
+    (found,) = log.episodes
+    assert (log.format, found.prompt_tokens, found.episode) == (name, prompt, episode)
+    is_timed = any(episode.action_times)
+    assert is_timed != any("1 of 1 actions have no time" in note for note in log.notes)
+
+
+@pytest.mark.parametrize(
+    ("document", "what"),
+    [
+        ({"steps": []}, "document 1 is no message log of an agent; the known structures are SWE-"),
+        ([{"role": "critic", "content": "x"}], "the role 'critic' is unknown"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "it has images, whose tokens"),
+        ([{"role": "user", "content": "x"}], "has no episode"),
+        ([TIMED[2], {**TIMED[3], "extra": {"timestamp": 1.0}}], "which is before its turn's 105"),
+    ],
+)
+def test_a_wrong_log_is_refused_in_one_line(tmp_path: Path, document: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what) as caught:
+        read(tmp_path / "log.json", document)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_imported_log_is_simulated(tmp_path: Path) -> None:
+    table = {"trajectory_format": "mini-swe-agent-1.1", "messages": TIMED}
+    logs, out = tmp_path / "logs", tmp_path / "out"
+    logs.mkdir()
+    (logs / "one.traj.json").write_text(json.dumps(table))
+    done = streamrl("import", logs, "-o", out, "--characters-per-token", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["format"], told["max_turns"], told["max_context"]) == ("mini-swe-agent", 2, 21)
+    assert "tokens: 2 characters each, an assumption" in told["notes"]
+    lengths = {"kind": "episodes", "source": str(out / "episodes.csv")}
+    environment = {"max_turns": 4, "max_context": 4096}
+    run = small_run({"environment": environment, "workload.lengths": lengths})
+    (draw,) = SimulatedWorkload(run).draw(0, 1)
+    assert set(draw.episodes) == {Episode((4, 6), (10,), (2.5,))}
+    assert draw.drawn.prompt_tokens == 5
+
+    refused = streamrl("import", out / "episodes.csv", "-o", tmp_path / "no", "--model", "m")
+    assert refused.returncode == 2 and "--model applies only to message logs" in refused.stderr
+    path = write_lines(tmp_path / "log.jsonl", [{"messages": MESSAGES}] * 2)
+    shown = streamrl("lengths", path)
+    assert shown.returncode == 0 and "messages" in shown.stdout, shown.stderr
+    assert "4 characters count as a token (assumed)" in shown.stdout
