@@ -286,6 +286,8 @@ def carry_out(
             if interruption.signal is None:
                 raise
             raise interruption.error from None
+        if interruption.signal is not None and not run.algorithm.steps:
+            raise interruption.error  # an evaluation has no step that could be missing
         if run.execute.checkpoints.export is not None:
             export_at_end(Path(run.execute.output), run.execute.checkpoints)
 

@@ -19,7 +19,9 @@ from typing import TypeAlias
 import psutil
 import pytest
 
+from streamrl.cli.evaluate import KEPT, keep_results
 from streamrl.engine.trace import read_trace, replay
+from streamrl.executor import execute as executing
 from streamrl.executor.directory_lock import LOCK, readable_by
 from streamrl.executor.launchers import prefork_server as prefork_server
 from streamrl.record.run_directory import read_metrics, read_rollouts
@@ -274,6 +276,35 @@ def cmdline_of(pid: int) -> list[str]:
     with suppress(psutil.Error):  # it has ended meanwhile
         return psutil.Process(pid).cmdline()
     return []
+
+
+def test_ctrl_c_ends_an_evaluation_as_interrupted(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*given: object) -> None:
+        (interruption,) = [each for each in given if isinstance(each, executing.Interruption)]
+        interruption.signal = signal.SIGINT  # the engine of a run without steps then ends as usual
+
+    monkeypatch.setattr(executing, "_execute", interrupted)
+    model, kept = project / "model", tmp_path / "kept"
+    options = ["--prompts", project / "prompts.jsonl", "--scorer", "exact", "--output", kept]
+    done = streamrl("evaluate", model, *options)
+    assert done.returncode == 130
+    told = f"streamrl: Ctrl-C: the evaluation of {model} was interrupted"
+    assert done.stderr.splitlines()[-1] == told
+    assert not (kept / "0").exists()
+
+
+def test_an_evaluation_keeps_no_trace_of_a_run_without_steps(tmp_path: Path) -> None:
+    for name in (*KEPT, "trace.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    keep_results(tmp_path, tmp_path / "kept" / "0", "owner")
+    assert {each.name for each in (tmp_path / "kept" / "0").iterdir()} == {
+        "run.json",
+        "evaluations.jsonl",
+        "evaluation_rollouts.jsonl",
+    }
+    assert open_to_others(tmp_path / "kept") == []
 
 
 def test_ctrl_c_leaves_a_readable_trace_and_no_process(project: Path) -> None:

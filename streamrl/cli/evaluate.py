@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -13,13 +14,21 @@ from msgspec.structs import asdict, replace
 from streamrl.cli.checkpoint import step_of
 from streamrl.cli.log_output import Quiet, Verbose, set_verbosity
 from streamrl.cli.output import echo
-from streamrl.cli.shared import AsJson, Overrides, print_json, stdout_console
-from streamrl.record.evaluation import EvaluationResult, difference, read_evaluations
+from streamrl.cli.shared import AsJson, Overrides, claim_directory, print_json, stdout_console
+from streamrl.engine.world import RunInterruptedError
+from streamrl.record.evaluation import (
+    EVALUATED,
+    EVALUATIONS,
+    EvaluationResult,
+    difference,
+    read_evaluations,
+)
 from streamrl.record.run_directory import RUN
 from streamrl.report.evaluation_table import evaluations_table, say_difference
 from streamrl.runfile.config import CheckpointsConfig, Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import change_run, decode_run, load_run
+from streamrl.runfile.result_files import write_files
 
 OF_A_MODEL: dict[str, Any] = {
     "cluster": {"pools": {"local": {"gpu": "cpu", "gpus_per_node": 2}}},
@@ -29,6 +38,10 @@ OF_A_MODEL: dict[str, Any] = {
     "policies": {"system": "stream-sync"},
 }
 """Run file of a model that no run has trained: one replica on the cores of this machine."""
+
+
+KEPT = (RUN, EVALUATED, EVALUATIONS)
+"""Files that `--output` keeps of each evaluation."""
 
 
 def evaluate(
@@ -80,9 +93,11 @@ def evaluate(
     Example: streamrl evaluate runs/quickstart --samples 4 --json
     Example: streamrl evaluate build/model --prompts held-out.jsonl --scorer exact --against runs/a
     """
-    from streamrl.executor.execute import carry_out
+    from streamrl.executor.execute import NAMES, carry_out
 
     set_verbosity(verbose, quiet)
+    if output is not None:
+        claim_directory(output)
     stated = {
         "prompts": prompts,
         "scorer": scorer,
@@ -95,10 +110,17 @@ def evaluate(
     for number, each in enumerate([model] if against is None else [model, against]):
         run = _run_of(each, step, options, overrides or ())
         with TemporaryDirectory() as place:
-            directory = Path(place) / "run" if output is None else output / str(number)
-            carry_out(replace(run, execute=replace(run.execute, output=str(directory))))
+            directory = Path(place) / "run"
+            try:
+                carry_out(replace(run, execute=replace(run.execute, output=str(directory))))
+            except RunInterruptedError as error:
+                name = NAMES[Signals(error.signal)]
+                echo(f"streamrl: {name}: the evaluation of {each} was interrupted", err=True)
+                raise typer.Exit(128 + error.signal) from None
             found[str(each)] = _result_in(directory, each)
             config = run.evaluation
+            if output is not None:
+                keep_results(directory, output / str(number), run.execute.readers)
     assert config is not None, "the run of an evaluation has one"
     if as_json:
         print_json(_as_json(found, config))
@@ -153,6 +175,18 @@ def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -
             checkpoints=CheckpointsConfig(),
         ),
     )
+
+
+def keep_results(directory: Path, output: Path, readers: str) -> None:
+    """Copy the run file, the scores and the rollouts of an evaluation to `output`, for these readers.
+
+    The trace is not kept: no step was made, so there is nothing to replay or to report.
+    """
+    from streamrl.executor.directory_lock import readable_by
+
+    with readable_by(readers, output):
+        output.mkdir(parents=True, exist_ok=True)
+        write_files({output / name: (directory / name).read_bytes() for name in KEPT})
 
 
 def _result_in(directory: Path, model: Path) -> EvaluationResult:
