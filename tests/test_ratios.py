@@ -7,7 +7,13 @@ import pytest
 
 from streamrl.runfile.files import make_run
 from streamrl.sim.fidelity.published_rows import Row
-from streamrl.sim.fidelity.ratios import load_ratios, meets, ratio_rows
+from streamrl.sim.fidelity.ratios import (
+    load_ratios,
+    meets,
+    pairs_of,
+    ratio_rows,
+    wrong_modes,
+)
 from streamrl.sim.fidelity.rl_steps import load_published, with_keys
 
 GROUPS = load_ratios()
@@ -45,3 +51,25 @@ def check(rows: dict[str, Row]) -> None:
     names = [f"synchronous over asynchronous, {gpus} H20" for gpus in (32, 64, 128)]
     low, middle, high = (rows[name].predicted[0] for name in names)
     assert 1 < low < middle < high, "more GPUs gain more"
+
+
+def test_a_synchronous_and_an_asynchronous_step_of_one_run_are_a_pair() -> None:
+    def step(name: str, published: float, predicted: float) -> Row:
+        return Row(
+            name=f"{name}: step",
+            group="whole steps",
+            shape="a",
+            unit="s",
+            published=(published,) * 2,
+            predicted=(predicted,) * 2,
+            stage="step",
+            source="a page",
+        )
+
+    rows = [step("A on 8 H100, on policy", 10, 10), step("A on 8 H100, 1 step off", 8, 12)]
+    rows += [step("A on 16 H100, on policy", 5, 5), step("B on 8 H100, 1 step off", 5, 5)]
+    (pair,) = pairs_of(rows)
+    assert pair.name == "A on 8 H100: synchronous over asynchronous"
+    assert pair.published[0] == 10 / 8 and pair.predicted[0] == 10 / 12
+    assert wrong_modes([pair]) == 1
+    assert wrong_modes([msgspec.structs.replace(pair, predicted=(1.1, 1.1))]) == 0

@@ -39,6 +39,7 @@ ERRORS = StepErrors(
     within_source=0.5,
     priors=(8.0, 4.0),
     scale=1.0,
+    left_out_scale=1.0,
     stages={
         stage: StageErrors(rows=0, sources=0, own=None, spread={"all": 0.3, "dense": spread})
         for stage, spread in (("generation", 0.2), ("score", 0.1), ("train", 0.1), ("sync", 0.4))
@@ -179,7 +180,7 @@ def test_the_profile_is_what_the_residuals_give(tmp_path: Path) -> None:
 def test_bands_cover_eight_in_ten_steps_of_sources_that_were_left_out() -> None:
     residuals = read_residuals(DOCS / RESIDUALS)
     steps = [each for each in residuals if each.stage == "step"]
-    factors = left_out_factors(residuals, step_errors().priors, step_errors().scale)
+    factors = left_out_factors(residuals, step_errors().priors, step_errors().left_out_scale)
     found = [factors[each.source, each.name] for each in steps]
     sizes = [abs(each.error) for each in steps]
     covered = np.mean([size <= log(factor) for size, factor in zip(sizes, found, strict=True)])

@@ -769,3 +769,16 @@ def test_a_card_on_pcie_does_not_train_a_mixture_faster_than_its_silicon_on_nvli
         for gpu in (pcie, nvlink)
     )
     assert slow > fast
+
+
+def test_a_measured_efficiency_is_not_slowed_down_once_more() -> None:
+    named = {"framework.name": "nemo-rl"}
+    own, others = (
+        [
+            train_costs(changes, zero=1, **more).line().train([2048], 0.0)
+            for changes in (None, named)
+        ]
+        for more in ({"efficiency": 0.4}, {})
+    )
+    assert own[0] == own[1]
+    assert others[1] > others[0]

@@ -12,7 +12,8 @@ A residual is the logarithm of published over predicted seconds. All errors come
    is a factor for each partition; one with few rows is pulled towards the larger one that it is part of.
 
 5. The band of a row is computed without its source. One factor scales all bands, so that 80 % of these rows are in them
-   (the idea of the jackknife+, Barber et al. 2021).
+   (the idea of the jackknife+, Barber et al. 2021). Bands of reports rest on all sources. Their factor is larger if less
+   than 80 % of the rows are in them.
 
 The strength of pooling has the lowest mean interval score of left-out sources (Gneiting and Raftery 2007, Strictly
 proper scoring rules, prediction and estimation). The score is the width of bands, plus ten times the distance of
@@ -155,12 +156,26 @@ def derive(residuals: Sequence[Residual]) -> StepErrors:
         for prior, scale in scales.items()
     }
     best = min(scores, key=lambda prior: scores[prior])
-    return _derive(residuals, best, scales[best])
+    shown = _derive(residuals, best, 1.0)
+    factors = {
+        (each.source, each.name): model_error_of(each.basis, errors=shown).high
+        for each in residuals
+        if each.stage == "step"
+    }
+    scale = max(scales[best], _scale_of(residuals, factors))
+    found = _derive(residuals, best, scale)
+    return msgspec.structs.replace(found, left_out_scale=scales[best])
 
 
 def _scale(residuals: Sequence[Residual], prior: tuple[float, float]) -> float:
     """Return the factor with which bands cover `COVERAGE` of the steps of left-out sources."""
-    factors = left_out_factors(residuals, prior)
+    return _scale_of(residuals, left_out_factors(residuals, prior))
+
+
+def _scale_of(
+    residuals: Sequence[Residual], factors: Mapping[tuple[str, str], float]
+) -> float:
+    """Return the factor with which these bands cover `COVERAGE` of the published steps."""
     steps = [each for each in residuals if each.stage == "step"]
     sizes = [abs(each.error) / log(factors[each.source, each.name]) for each in steps]
     return round(float(np.quantile(sizes, COVERAGE)), 4) if sizes else 1.0
@@ -195,7 +210,7 @@ def with_bands(
     """
     residuals = residuals_of([*steps, *others])
     errors = errors or derive(residuals)
-    factors = left_out_factors(residuals, errors.priors, errors.scale)
+    factors = left_out_factors(residuals, errors.priors, errors.left_out_scale)
     found = []
     for row in steps:
         if row.stage == "step":
@@ -231,6 +246,7 @@ def _derive(residuals: Sequence[Residual], prior: tuple[float, float], scale: fl
         stages=stages,
         correlation=_correlations(residuals, alike),
         scale=1.0,
+        left_out_scale=scale,
         factors={ALL: 1.0},
     )
     factors = {**_factors(steps, found), MEASURED: round(1 / scale, 4)}
@@ -379,6 +395,7 @@ def errors_text(errors: StepErrors) -> str:
         f"within_source = {errors.within_source}",
         f"priors = {list(errors.priors)}",
         f"scale = {errors.scale}",
+        f"left_out_scale = {errors.left_out_scale}",
     ]
     for stage, of in errors.stages.items():
         lines += ["", f"[stages.{stage}]", f"rows = {of.rows}", f"sources = {of.sources}"]

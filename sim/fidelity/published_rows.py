@@ -107,6 +107,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     median: float
     """Median of the absolute relative errors."""
     p90: float
+    worst: float
+    """The largest of the absolute relative errors."""
     bias: float
     """Median of the signed errors."""
     width: float
@@ -145,6 +147,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         rows=len(rows),
         median=float(np.median(abs(errors))),
         p90=float(np.quantile(abs(errors), 0.9)),
+        worst=float(abs(errors).max()),
         bias=float(np.median(errors)),
         width=float(np.median([row.width for row in rows])),
         widest=max(row.width for row in rows),

@@ -7,15 +7,15 @@ mostly the same in both modes and cancel. Both modes are simulated with the same
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from streamrl.hardware.profiles import PROFILES
-from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.published_rows import Row, middle
 from streamrl.sim.fidelity.rl_steps import (
     Published,
     choices_of,
@@ -101,6 +101,45 @@ def _row(ratio: Ratio, ours: Sequence[float], group: RatioGroup, step: Published
     )
 
 
+def pairs_of(steps: Sequence[Row]) -> list[Row]:
+    """Return the ratio of each synchronous to each asynchronous step of one release, model and number of GPUs.
+
+    Args:
+        steps: rows of whole steps. Published mean lengths of the two are alike, not equal.
+    """
+    found: dict[str, dict[bool, Row]] = {}
+    for row in steps:
+        run, comma, mode = row.name.rpartition(", ")
+        if row.stage == "step" and comma and (mode == ON_POLICY or mode.endswith(" off: step")):
+            found.setdefault(run, {})[mode == ON_POLICY] = row
+    return [
+        Row(
+            name=f"{run}: synchronous over asynchronous",
+            group=PAIRS,
+            shape=both[True].shape,
+            unit="x",
+            published=(_over(both, "published"),) * 2,
+            predicted=(_over(both, "predicted"),) * 2,
+            note="mean lengths of the two are up to a tenth apart",
+            source=both[True].source,
+        )
+        for run, both in found.items()
+        if len(both) == 2
+    ]
+
+
+def _over(both: Mapping[bool, Row], which: Literal["published", "predicted"]) -> float:
+    """Return the synchronous over the asynchronous seconds of a pair."""
+    return middle(getattr(both[True], which)) / middle(getattr(both[False], which))
+
+
+def wrong_modes(pairs: Sequence[Row]) -> int:
+    """Return in how many pairs the faster mode is predicted as the slower one."""
+    return sum((row.published[0] > 1) != (row.predicted[0] > 1) for row in pairs)
+
+
+ON_POLICY = "on policy: step"
+PAIRS = "synchronous over asynchronous, published lengths"
 SYNCHRONOUS = "synchronous"
 
 

@@ -54,7 +54,10 @@ class StepErrors(ProfileTable, frozen=True, kw_only=True):
     priors: tuple[float, float]
     """Rows that a larger partition counts as, beside the rows of a smaller one: for stages, and for steps."""
     scale: float
-    """Factor of all bands with which they cover `coverage` of the steps of left-out sources."""
+    """Factor of all bands. With it they cover at least `coverage` of the published steps, and of the steps of left-out
+    sources."""
+    left_out_scale: float
+    """The same for the steps of left-out sources alone."""
     stages: dict[Stage, StageErrors]
     correlation: dict[str, float]
     """By two stages, as in "generation train"."""
