@@ -268,6 +268,15 @@ def test_seconds_of_evaluations_belong_to_no_step_and_to_the_whole_run() -> None
     )
 
 
+@pytest.mark.parametrize(("every", "count"), [(1, 4), (1000, 2)])
+def test_a_run_shorter_than_its_simulation_has_its_own_evaluations(every: int, count: int) -> None:
+    changes = {"policies.system": "stream-async", "algorithm.steps": 3}
+    table = {**HELD_OUT, "every": every}
+    whole = measure_steady(small_run({**changes, "evaluation": table})).whole_run
+    assert whole is not None
+    assert whole.num_evaluations == count
+
+
 @pytest.mark.parametrize("system", ["stream-sync", "stream-async", "colocated"])
 def test_gpu_seconds_of_evaluations_are_attributed(system: str) -> None:
     run = small_run({"policies.system": system, "evaluation": HELD_OUT})

@@ -260,8 +260,8 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
     saving = 0.0 if is_recorded else checkpoints * run.framework.checkpoint_time
     num_evaluations = 0
     if run.evaluation is not None and speed.evaluation_time:
-        is_known = is_recorded or rest <= 0
-        num_evaluations = speed.num_evaluations if is_known else len(run.evaluation.versions(steps))
+        due = run.evaluation.versions(steps)
+        num_evaluations = speed.num_evaluations if is_recorded else len(due)
     evaluating = num_evaluations * speed.evaluation_time
     known = before + saving + evaluating
     start, interval, start_interval = speed.step_times[:num_before], None, None
