@@ -455,6 +455,7 @@ async def _execute_in(
                 run.workload.template_arguments,
                 tools,
                 has_chats=workload.has_chats,
+                max_context=run.environment.max_context,
             )
             episodes = EpisodeRunner(run.environment, host, encoder, buffer)
         world = RealWorld(

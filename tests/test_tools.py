@@ -226,6 +226,19 @@ def test_a_template_that_refuses_a_message_is_named() -> None:
         encoder.next([{"role": "tool", "content": "4"}], TURN_END)
 
 
+@pytest.mark.parametrize("has_chats", [True, False])
+def test_a_huge_observation_is_cut_before_it_is_tokenized(has_chats: bool) -> None:
+    letters, huge = Letters(), "x" * 15_000_000
+    encoder = ObservationEncoder(letters, [TURN_END], has_chats=has_chats, max_context=2000)
+    prompt = [{"role": "user", "content": "2+2"}]
+    message = {"role": "tool", "name": "add", "content": huge}
+    for observation in (huge, [message], [{"role": "tool", "content": "x" * 100}] * 100_000):
+        for told in (encoder.next(observation, TURN_END), encoder.first(prompt, observation)):
+            text = letters.decode(told)
+            assert 31_000 < len(text) < 64_000
+            assert text.endswith("<|im_start|>assistant\n" if has_chats else "x")
+
+
 # Run files ----------------------------------------------------------------------------------------
 
 

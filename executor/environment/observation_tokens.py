@@ -8,11 +8,14 @@ the next turn:
                                             └──────────────── tokens of the observation ────────────────┘
 
 Without chats an observation is a text, and its tokens follow the policy's turn directly.
+
+An observation is cut before the template and the tokenizer read it, so that a huge one cannot block the controller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +29,14 @@ CALL = {"type": "function", "id": "call00000", "function": {"name": "a", "argume
 """A tool call, because templates refuse the answer of a tool that was not called. Mistral wants nine letters as id."""
 
 
+CHARACTERS_OF_TOKEN = 16
+"""Characters of an observation that are kept for each token of the context. Assumption: a token of text has fewer."""
+LEAST_CHARACTERS = 20_000
+"""Characters of an observation that are kept in any case."""
+SHORT = 64
+"""Texts up to this length are never cut, such as the role of a message."""
+
+
 class ObservationEncoder:
     """Tokenizes observations for one model."""
 
@@ -37,11 +48,14 @@ class ObservationEncoder:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         has_chats: bool,
+        max_context: int = 0,
     ) -> None:
         """Take the tokenizer, the tokens that end a turn, and the arguments and tools of the chat template.
 
-        Without `has_chats`, prompts and observations are texts.
+        Without `has_chats`, prompts and observations are texts. An observation is cut to 16 characters for each of the
+        `max_context` tokens of a context, but not below 20,000 characters.
         """
+        self._most_characters = max(CHARACTERS_OF_TOKEN * max_context, LEAST_CHARACTERS)
         self._tokenizer = tokenizer
         self._ends = frozenset(end_tokens)
         self._arguments = dict(arguments) | ({"tools": list(tools)} if tools else {})
@@ -52,6 +66,7 @@ class ObservationEncoder:
 
         Without chats and an observation there are none. The tokens of the prompt itself are not included.
         """
+        observation = self._cut(observation)
         if not self._has_chats:
             return self._encode(_joined(observation)) if observation else []
         before = self._render(prompt, add_generation_prompt=False)
@@ -72,6 +87,7 @@ class ObservationEncoder:
             raise ValueError(
                 "the environment's observation is empty; return a text, or done = True to end the episode"
             )
+        observation = self._cut(observation)
         if not self._has_chats:
             return self._encode(_joined(observation))
         messages = _messages(observation)
@@ -80,6 +96,9 @@ class ObservationEncoder:
         whole = self._render([QUESTION, turn, *messages], add_generation_prompt=True)
         after = whole.rpartition(MARKER)[2]
         return self._encode(self._after_turn(after, has_ended=last_token in self._ends))
+
+    def _cut(self, observation: Any) -> Any:
+        return _Cut(self._most_characters).shortened(observation)
 
     def _after_turn(self, text: str, *, has_ended: bool) -> str:
         """Return the text after the end of the policy's turn; with that end, unless the policy has sampled one."""
@@ -107,6 +126,26 @@ class ObservationEncoder:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class _Cut:
+    """Shortens the texts in an observation to a number of characters in all."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def shortened(self, value: Any) -> Any:
+        """Return the beginning of a text, a list or a table; other values and short texts stay."""
+        if isinstance(value, str):
+            kept = value[: max(self._room, SHORT)]
+            self._room -= len(kept)
+            return kept
+        if isinstance(value, list):
+            return [self.shortened(each) for each in takewhile(lambda _: self._room > 0, value)]
+        if isinstance(value, dict):
+            return {key: self.shortened(each) for key, each in value.items()}
+        self._room -= 1
+        return value
 
 
 def _messages(observation: str | Messages | None) -> Messages:

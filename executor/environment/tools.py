@@ -63,7 +63,9 @@ class ToolEnvironment:
             self._connections.append(connection)
             for schema in connection.schemas():
                 own = schema["function"]["name"]
-                yield Tool(schema, lambda arguments, own=own: connection.call(own, arguments))  # type: ignore[misc]  # the default binds the name
+                yield Tool(
+                    schema, lambda arguments, own=own: shown(connection.call(own, arguments))
+                )  # type: ignore[misc]  # the default binds the name
             return
         function = imported(name)
         yield Tool(schema_of(function), lambda arguments: shown(call(function, arguments)))
@@ -93,7 +95,7 @@ class ToolEnvironment:
         try:
             content = self._tools[call.name].call(call.arguments)
         except Exception as error:  # the model reads it and may correct its call
-            content = f"Error: {type(error).__name__}: {error}"
+            content = shown(f"Error: {type(error).__name__}: {error}")
         return {"role": "tool", "name": call.name, "content": content}
 
     def close(self) -> None:
