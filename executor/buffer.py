@@ -481,7 +481,7 @@ class RolloutBuffer:
         With `masks_truncated` it is left out of the loss if the maximum length cut it off.
         """
         buffered = self.rollouts[rollout]
-        ends_with_observation = not buffered.segments[-1].is_policy
+        ends_with_observation = bool(buffered.segments) and not buffered.segments[-1].is_policy
         end = -1 if ends_with_observation else None  # nothing that is trained on follows it
         return Sample(
             rollout=rollout,

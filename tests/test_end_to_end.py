@@ -122,7 +122,7 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     again = streamrl("execute", project / "run.toml")
     assert again.returncode == 2 and "--resume" in again.stderr
     (project / "run" / "timeline.png").unlink()
-    (project / "run" / "timeline.png").mkdir()
+    (project / "run" / "timeline.png").mkdir(mode=0o700)
     resumed = streamrl(
         "execute", project / "run.toml", "--resume", "--json", "--set", "algorithm.steps=5"
     )

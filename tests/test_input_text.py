@@ -184,6 +184,8 @@ def test_every_number_of_a_run_file_has_bounds() -> None:
         f"RewardConfig.{name}" for name in ("at_once", "beyond", "bounds", "until", "weight")
     ]
     of_checks = [
+        "EnvironmentConfig.arguments",
+        "EvaluationConfig.k",
         "LengthsConfig.prompt_tokens",
         "OptimizerConfig.betas",
         *latencies,

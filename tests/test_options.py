@@ -31,7 +31,7 @@ from streamrl.sim.planner.space import Candidate, Space
 from tests.test_plan import SMALL, Here, few, planned
 
 SEVERAL: dict[str, Any] = {"algorithm.steps": 30, "simulate.max_steps": 30}
-SECTIONS = attrgetter("rollout", "trainer", "policies", "sync", "verifier")
+SECTIONS = attrgetter("rollout", "trainer", "policies", "sync", "verifier", "environment")
 OFFERS: dict[str, Run] = {
     "two pools": few(SMALL | SEVERAL),
     "one pool": few(SMALL | SEVERAL, rollout_pools=["h800"]),

@@ -52,6 +52,9 @@ class EmptyBuffer:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def room(self, buffered: object) -> int:
+        return 1
+
     def request(self, command: Generate) -> object:
         return object()
 

@@ -42,7 +42,7 @@ def test_a_trace_is_read_from_a_file_as_it_was_written(
     path.write_bytes(trace.encode())
     again = read_trace(path)
     assert again.entries == trace.entries
-    assert again.run == trace.run
+    assert again.encode().splitlines()[0] == trace.encode().splitlines()[0]
     assert replay(again) is None
 
 

@@ -218,6 +218,7 @@ def test_every_command_of_a_page_is_for_the_folder_of_the_first_command(
     first, *rest = plan.options
     first = replace(first, carried_by=[])
     parts = replace(first, number=2, labels=["on parts of a node"], cost_ratio=0.9)
+    rest = [replace(option, number=number) for number, option in enumerate(rest, start=3)]
     tiers = {"composed": 0.5, "roofline": 0.5}
     write_plan(replace(plan, options=[first, parts, *rest], carried_by=[], tiers=tiers), here)
     words = "# Chosen by `streamrl plan 'offers/run file.toml' --set seed=1 -o plans/mine`:\n"

@@ -172,9 +172,7 @@ def _scale(residuals: Sequence[Residual], prior: tuple[float, float]) -> float:
     return _scale_of(residuals, left_out_factors(residuals, prior))
 
 
-def _scale_of(
-    residuals: Sequence[Residual], factors: Mapping[tuple[str, str], float]
-) -> float:
+def _scale_of(residuals: Sequence[Residual], factors: Mapping[tuple[str, str], float]) -> float:
     """Return the factor with which these bands cover `COVERAGE` of the published steps."""
     steps = [each for each in residuals if each.stage == "step"]
     sizes = [abs(each.error) / log(factors[each.source, each.name]) for each in steps]

@@ -65,7 +65,7 @@ class Commands(LazyGroup):
             ),
             "diff": (
                 "streamrl.cli.diff:diff",
-                "Show what differs between two plans or run files.",
+                "Show what differs between two plans, run files or executed runs.",
             ),
             "export": (
                 "streamrl.cli.export:export",

@@ -55,6 +55,9 @@ def report(
 
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
+    for directory in directories:
+        if not directory.is_dir():
+            raise ValueError(f"{directory} is not a directory")
     keep_private(*directories)
     target = directories[0] / PAGE if output is None else output
     claim_file(target)

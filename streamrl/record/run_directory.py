@@ -26,13 +26,12 @@ import msgspec
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.paths import paths_of, with_paths
-from streamrl.runfile.result_files import RESULTS, listed_run_id, write_files
-from streamrl.workload import episodes
+from streamrl.runfile.result_files import RESULTS, ROLLOUTS_FILE, listed_run_id, write_files
 
 RUN, TRACE = "run.json", "trace.jsonl"
 ATTACHED, CONTROL = "attached.json", "control"
 """The file that lists trainers that joined the run, and the directory of requests to the run."""
-METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", episodes.ROLLOUTS, "samples.jsonl"
+METRICS, ROLLOUTS, SAMPLES = "metrics.jsonl", ROLLOUTS_FILE, "samples.jsonl"
 FATES = ("generated", "trained", "dropped")
 OF_FAMILY = "/"
 """Separator in keys of metrics.jsonl that count the rollouts of a prompt family: one of `FATES`, this, the family."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-RESULTS = "results.json"
+RESULTS, ROLLOUTS_FILE = "results.json", "rollouts.jsonl"
 DIGEST_BYTES = 8  # enough to tell the files of all runs apart; not a protection against forgery
 EDITABLE = ".toml"
 """End of the name of a run file. Users may edit these, so their bytes are not compared."""

@@ -27,6 +27,7 @@ from streamrl.runfile.distribution_words import StatedDistribution, read_distrib
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import read_text
+from streamrl.runfile.result_files import ROLLOUTS_FILE
 from streamrl.workload.data_files import parse_number, read_csv
 from streamrl.workload.stated_lengths import USUAL_SPREAD, fitted_to_mean
 
@@ -39,8 +40,6 @@ standard deviation is 0.7 of their mean.
 STREAM = 0x4550
 """Separates the random numbers of turns from those of lengths."""
 TIMES = ("action_time", "start_time")
-ROLLOUTS = "rollouts.jsonl"
-"""File of a run directory with a line for each verified rollout."""
 MOST_TOKENS, MOST_SECONDS = 10**9, 1e9
 """Largest recorded numbers; larger ones come from a damaged file."""
 
@@ -375,7 +374,7 @@ class RecordedEpisodes:
             ValueError: it is wrong; the message names file and row.
         """
         if path.is_dir() or path.suffix == ".jsonl":
-            file = path / ROLLOUTS if path.is_dir() else path
+            file = path / ROLLOUTS_FILE if path.is_dir() else path
             records = list(read_episodes(file).values())
             if not records:
                 raise ValueError(

@@ -19,10 +19,10 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.length_words import stated_figures
+from streamrl.runfile.result_files import ROLLOUTS_FILE
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.data_files import parse_number, read_csv
 from streamrl.workload.episodes import (
-    ROLLOUTS,
     Episode,
     EpisodeSource,
     RecordedEpisode,
@@ -133,7 +133,7 @@ class RecordedGroups:
         Raises:
             ValueError: rollouts.jsonl has a wrong line.
         """
-        file = self._path.parent / ROLLOUTS
+        file = self._path.parent / ROLLOUTS_FILE
         found = read_episodes(file) if file.is_file() else {}
         known = [g for g in self._finished if all(rollout in found for rollout in g.rollouts)]
         if known:
