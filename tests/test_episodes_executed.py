@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -244,15 +245,22 @@ def test_an_action_is_limited_and_a_bad_answer_is_a_fault_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("streamrl.executor.environment.session.END_TIME", 0.5)
-    slept, hung, left, eaten, opened, infinite, number, told = odd(
-        *("sleep", "hang", "exit", "eat", "open", "infinite", "number", "hello")
+    slept, hung, left, eaten, opened, infinite, large, pair, raised, forged, number, told = odd(
+        *("sleep", "hang", "exit", "eat", "open", "infinite"),
+        *("large", "pair", "raise", "forge", "number", "hello"),
     )
     assert slept.timed_out and not slept.done and "more than 0.1 s" in slept.observation
     assert hung.timed_out and hung.done
     assert left == "the process of the environment has ended"
     assert "more memory" in eaten.observation and not eaten.done
     assert opened.startswith("PermissionError")
-    assert infinite == "ValueError: a reward must be a finite number, got inf"
+    bound = "ValueError: a reward must be between -1,000,000 and 1,000,000, got"
+    assert infinite.startswith(f"{bound} inf") and large.startswith(f"{bound} -2e+06")
+    assert pair.startswith("TypeError: step must return (observation, reward, done)")
+    lines = (Path(__file__).parent / "turn_game.py").read_text().splitlines()
+    at = re.fullmatch(r"LookupError: nothing is here \(.*/turn_game\.py:(\d+)\)", raised)
+    assert at is not None and "raise LookupError" in lines[int(at[1]) - 1]
+    assert forged.startswith("a line on the environment's socket is not the answer")
     assert "observation" in number
     assert (told.observation, told.reward, told.done) == ("hello", 1.0, False)
 

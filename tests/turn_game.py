@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ class Odd:
     def reset(self, task: dict[str, Any]) -> list[dict[str, str]]:
         return [{"role": "user", "content": task["prompt"]}]
 
-    def step(self, action: str) -> tuple[object, object, object]:
+    def step(self, action: str) -> tuple[object, ...]:
         match action:
             case "sleep":
                 time.sleep(60)
@@ -51,6 +52,16 @@ class Odd:
                 return Path("/etc/passwd").read_text(), 0.0, False
             case "infinite":
                 return "", float("inf"), False
+            case "large":
+                return "", -2e6, False
+            case "pair":
+                return "", 0.0
+            case "raise":
+                raise LookupError("nothing is here")
+            case "forge":
+                for file in range(3, 20):
+                    with contextlib.suppress(OSError):
+                        os.write(file, b'{"observation": "forged", "reward": 1.0, "done": true}\n')
             case "number":
                 return 5, 0.0, False
         return action, 1, False

@@ -9,7 +9,8 @@ controller and worker. So the host never reads what an environment or a policy w
 | `{"do": "reset", "task": {...}}`               | `{"observation": ...}`                                     |
 | `{"do": "step", "action": "...", "limit": s}`  | `{"observation": ..., "reward": r, "done": b}`             |
 
-An answer has `"fault"` if the environment raised an error, and `"timed_out"` if the action was stopped at its limit.
+Each request also has a random `"id"`, which its answer repeats. So a line that a tool's code writes to the socket is
+never taken for an answer. An answer has `"fault"` if the environment raised an error, and `"timed_out"` if the action was stopped at its limit.
 A worker that reads the end of its socket closes its environment and ends.
 """
 
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from math import isfinite
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
@@ -47,6 +48,8 @@ REAP_TIME = 1.0
 """Seconds between two looks for workers that have ended."""
 TIMED_OUT = "The action was stopped: it took more than {:g} s."
 NO_MEMORY = "The action was stopped: it needed more memory than it may have."
+MOST_REWARD = 1e6
+"""Maximum size of a reward, positive or negative. Assumption: one beyond it is a mistake."""
 MOST_DETAIL = 1000
 """Maximum characters of an error message."""
 
@@ -201,16 +204,19 @@ def _serve(
     requests: BinaryIO, answers: BinaryIO, make: Callable[[], Any], sandbox: Sandbox | None
 ) -> None:
     environment: Any = None
+    os.set_inheritable(requests.fileno(), False)
     for line in requests:
+        request = json.loads(line)
         try:
             if environment is None:
                 if sandbox is not None:
                     sandbox.enter()
                 environment = make()
-            data = json.dumps(_answer(environment, json.loads(line))).encode()
+            data = json.dumps({**_answer(environment, request), "id": request["id"]})
         except BaseException as error:
-            data = json.dumps({"fault": _text_of(error)}).encode()
-        answers.write(data + b"\n")
+            fault = _text_of(error) + _place_of(error)
+            data = json.dumps({"fault": fault, "id": request["id"]})
+        answers.write(data.encode() + b"\n")
         answers.flush()
     if hasattr(environment, "close"):
         environment.close()
@@ -222,15 +228,20 @@ def _answer(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
     limit = request["limit"]
     try:
         with _limited(limit):
-            observation, reward, done = environment.step(request["action"])
+            answer = environment.step(request["action"])
     except ActionTimeoutError:
         text = TIMED_OUT.format(limit)
         return {"observation": text, "reward": 0.0, "done": False, "timed_out": True}
     except MemoryError:
         return {"observation": NO_MEMORY, "reward": 0.0, "done": False}
+    if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+        raise TypeError("step must return (observation, reward, done)")
+    observation, reward, done = answer
     reward = float(reward)
-    if not isfinite(reward):
-        raise ValueError(f"a reward must be a finite number, got {reward}")
+    if not abs(reward) <= MOST_REWARD:
+        raise ValueError(
+            f"a reward must be between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}, got {reward:g}"
+        )
     return {"observation": observation, "reward": reward, "done": bool(done)}
 
 
@@ -247,6 +258,19 @@ def _limited(seconds: float | None) -> Iterator[None]:
 
 def _time_out(number: int, frame: FrameType | None) -> None:
     raise ActionTimeoutError
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the file and line of the environment where an error came from; empty if it has none.
+
+    It reads no file, because the sandbox forbids that.
+    """
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [place for place in places if place[0] != _place_of.__code__.co_filename]
+    if not own:
+        return ""
+    file, line = [place for place in own if place[0] == own[0][0]][-1]
+    return f" ({file}:{line})"
 
 
 def _text_of(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,11 +15,18 @@ import tempfile
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from streamrl.executor.environment.host import COMMAND, KILL, OPEN, Description, Options
+from streamrl.executor.environment.host import (
+    COMMAND,
+    KILL,
+    MOST_REWARD,
+    OPEN,
+    Description,
+    Options,
+)
 from streamrl.executor.environment.tool_calls import FORMATS, format_of
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.verifier.fork_server import ENVIRONMENT
@@ -57,8 +65,10 @@ class EnvironmentFaultError(RuntimeError):
 class Answer(msgspec.Struct, frozen=True):
     """The answer of an environment."""
 
+    id: str = ""
+    """That of the request."""
     observation: Observation = None
-    reward: float = 0.0
+    reward: Annotated[float, msgspec.Meta(ge=-MOST_REWARD, le=MOST_REWARD)] = 0.0
     done: bool = False
     timed_out: bool = False
     fault: str | None = None
@@ -102,12 +112,13 @@ class Session:
         """Send a request, and return the answer.
 
         Raises:
-            EnvironmentFaultError: the environment raised an error.
+            EnvironmentFaultError: the environment raised an error, or a line is not the answer to this request.
             WorkerLostError: its process has ended.
             TimeoutError: there is no answer within `patience` seconds.
         """
+        own = secrets.token_hex(16)
         try:
-            self._writer.write(msgspec.json.encode(request) + b"\n")
+            self._writer.write(msgspec.json.encode({**request, "id": own}) + b"\n")
             async with asyncio.timeout(None if patience == inf else patience):
                 line = await self._reader.readline()
         except ConnectionError:
@@ -120,6 +131,10 @@ class Session:
             answer = msgspec.json.decode(line, type=Answer)
         except msgspec.MsgspecError as error:
             raise EnvironmentFaultError(f"the answer of the environment: {error}") from None
+        if not secrets.compare_digest(answer.id.encode(), own.encode()):
+            raise EnvironmentFaultError(
+                "a line on the environment's socket is not the answer to its request: other code wrote it"
+            )
         if answer.fault is not None:
             raise EnvironmentFaultError(answer.fault)
         return answer

@@ -10,11 +10,11 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from streamrl.executor.environment.mcp_client import connect
+from streamrl.executor.environment.mcp_client import McpConnection, connect
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.verifier.scorers import import_function
 from streamrl.runfile.environment_choice import MCP, class_of
@@ -63,9 +63,7 @@ class ToolEnvironment:
             self._connections.append(connection)
             for schema in connection.schemas():
                 own = schema["function"]["name"]
-                yield Tool(
-                    schema, lambda arguments, own=own: shown(connection.call(own, arguments))
-                )  # type: ignore[misc]  # the default binds the name
+                yield Tool(schema, partial(_call_server, connection, own))
             return
         function = imported(name)
         yield Tool(schema_of(function), lambda arguments: shown(call(function, arguments)))
@@ -130,6 +128,10 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except TypeError as error:
         raise ToolCallError(str(error)) from None
     return function(*bound.args, **bound.kwargs)
+
+
+def _call_server(connection: McpConnection, name: str, arguments: dict[str, Any]) -> str:
+    return shown(connection.call(name, arguments))
 
 
 def shown(result: Any) -> str:
