@@ -13,6 +13,7 @@ from math import sqrt
 from pathlib import Path
 
 from streamrl.hardware.profiles import PROFILES
+from streamrl.record.band import model_error_of
 from streamrl.sim.fidelity.rl_steps import (
     Published,
     Simulated,
@@ -65,7 +66,9 @@ def _line(step: Published, ours: list[Simulated]) -> str:
     """Return a line of the table: the middle of all combinations of inputs, and the hull of their bands."""
     if not ours:
         return f"| {step.name} | refused by our memory model |{' |' * (len(STAGES) + 1)}"
-    low, high = min(each.band[0] for each in ours), max(each.band[1] for each in ours)
+    errors = [(each.seconds["step"], model_error_of(each.basis)) for each in ours]
+    low = min(seconds * error.low for seconds, error in errors)
+    high = max(seconds * error.high for seconds, error in errors)
     stages = [
         _middle([each.seconds[stage] for each in ours if stage in each.seconds]) for stage in STAGES
     ]
