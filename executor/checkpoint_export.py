@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.checkpoints import POSITION, Checkpoint, Checkpoints
-from streamrl.executor.checksums import CHECKSUMS
+from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
 from streamrl.executor.transfer.shared_memory import replaced_directory
 from streamrl.record.evaluation import best_step, read_evaluations
 from streamrl.runfile.config import AdapterForm, CheckpointChoice
@@ -57,9 +57,11 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
     """Write a checkpoint to a local directory, or push it to hf://OWNER/NAME; return where it is.
 
     Raises:
-        ValueError: the directory is not empty, or the checkpoint has no adapters to write.
+        ValueError: the directory is not empty, or the checkpoint is damaged or has no adapters to write.
         RuntimeError: the hub rejects it.
     """
+    if damage := find_damage(checkpoint.path, reads_all=True):
+        raise ValueError(f"{checkpoint.path}: {damage}; export another step: --step")
     if target.startswith(HUB):
         with TemporaryDirectory() as place:
             _copy(checkpoint.path, Path(place), adapters)
@@ -76,6 +78,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
 def _copy(checkpoint: Path, target: Path, adapters: AdapterForm) -> None:
     for file in _files(checkpoint, adapters):
         shutil.copyfile(file, target / file.name)
+    write_checksums(target)
 
 
 def _files(checkpoint: Path, adapters: AdapterForm) -> Iterator[Path]:

@@ -12,9 +12,13 @@ import pytest
 from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
 from streamrl.executor.checkpoints import Checkpoints, Position, Retention
+from streamrl.executor.checksums import CHECKSUMS, find_damage
 from streamrl.record.evaluation import EVALUATIONS, EvaluationResult, Score
+from streamrl.record.run_directory import RUN
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.files import encode_run
 from streamrl.sim.world import simulate
+from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.test_resume import saved
 
@@ -109,13 +113,44 @@ def test_an_export_has_no_state_of_a_resume_and_refuses_a_full_directory(tmp_pat
     checkpoint = choose_checkpoint(run_directory(tmp_path / "run", 5), "last")
     merged, apart = tmp_path / "merged", tmp_path / "apart"
     export_checkpoint(checkpoint, str(merged), "merged")
-    names = {"model.safetensors", "config.json", "tokenizer.json", "weights"}
+    names = {"model.safetensors", "config.json", "tokenizer.json", "weights", CHECKSUMS}
     assert {file.name for file in merged.iterdir()} == names
     export_checkpoint(checkpoint, str(apart), "apart")
     assert "adapter_model.safetensors" in {file.name for file in apart.iterdir()}
     assert not (apart / "model.safetensors").exists()
     with pytest.raises(ValueError, match="is not empty"):
         export_checkpoint(checkpoint, str(merged), "merged")
+
+
+@pytest.mark.parametrize(("readers", "mode"), [("owner", 0o700), ("everyone", 0o755)])
+def test_an_export_has_checksums_and_the_readers_of_its_run(
+    tmp_path: Path, readers: str, mode: int
+) -> None:
+    run, target = run_directory(tmp_path / "run", 5), tmp_path / "new" / "model"
+    (run / RUN).write_bytes(encode_run(small_run({"execute": {"readers": readers}})))
+    assert streamrl("checkpoint", "export", run, "--output", target).returncode == 0
+    assert not find_damage(target, reads_all=True)
+    (target / "weights").write_bytes(b"others")
+    assert find_damage(target, reads_all=True)
+    assert target.stat().st_mode & 0o777 == mode
+    assert {file.stat().st_mode & 0o777 for file in target.iterdir()} == {mode & 0o666}
+
+
+def test_damaged_weights_are_not_exported(tmp_path: Path) -> None:
+    run, target = run_directory(tmp_path / "run", 4, 5), tmp_path / "model"
+    (run / RUN).write_bytes(encode_run(small_run()))
+    (run / "checkpoints" / "v000005" / "weights").write_bytes(bytes(256))
+    done = streamrl("checkpoint", "export", run, "--output", target)
+    assert done.returncode == 2 and "weights has other bytes than were written" in done.stderr
+    assert list(tmp_path.iterdir()) == [run]
+    assert streamrl("checkpoint", "export", run, "-o", target, "--step", "4").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["list", "export"])
+def test_checkpoints_of_what_is_no_run_are_refused(tmp_path: Path, command: str) -> None:
+    options = ["--output", tmp_path / "model"] if command == "export" else []
+    done = streamrl("checkpoint", command, tmp_path, *options)
+    assert done.returncode == 2 and "is no run directory" in done.stderr
 
 
 def test_weights_without_adapters_cannot_be_exported_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,9 @@ from streamrl.cli.lazy_commands import PlainCommand, PlainGroup
 from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.record.evaluation import read_evaluations
-from streamrl.runfile.config import AdapterForm, CheckpointChoice
+from streamrl.record.run_directory import RUN
+from streamrl.runfile.config import AdapterForm, CheckpointChoice, Run
+from streamrl.runfile.files import decode_run
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -36,6 +39,7 @@ def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
 
     from streamrl.executor.checkpoints import Checkpoints
 
+    _run_in(run)
     scores = {result.step: result.scores for result in read_evaluations(run)}
     kept = Checkpoints(run / "checkpoints").versions()
     if as_json:
@@ -65,16 +69,29 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, or upload it.
 
-    The directory has weights, config and tokenizer. `from_pretrained` and vLLM load it. With hf://OWNER/NAME it is
-    pushed to a model repository of the Hugging Face hub.
+    The directory has weights, config, tokenizer and checksums, for the readers of the run (execute.readers).
+    `from_pretrained` and vLLM load it. With hf://OWNER/NAME it is pushed to a model repository of the Hugging Face hub.
 
     Example: streamrl checkpoint export runs/quickstart -o build/model --step best
     """
     from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+    from streamrl.executor.directory_lock import HIDDEN
 
+    os.umask(HIDDEN[_run_in(run).execute.readers])
     chosen = choose_checkpoint(run, step_of(step))
     place = export_checkpoint(chosen, output, _form_of(adapters))
     echo(f"step {chosen.version}: {place}")
+
+
+def _run_in(directory: Path) -> Run:
+    """Return the run of a run directory.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (directory / RUN).is_file():
+        raise ValueError(f"{directory} is no run directory (no {RUN}); name that of execute.output")
+    return decode_run((directory / RUN).read_bytes())
 
 
 def step_of(text: str) -> CheckpointChoice | int:
