@@ -26,6 +26,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import replay
 from streamrl.record.attribution import attribute
+from streamrl.runfile.errors import RunError
 from streamrl.sim.steady_state import measure_steady
 from streamrl.sim.world import SimWorld, simulate
 from tests.runs import Script, checked_world, done, of, singles, small_run
@@ -244,6 +245,14 @@ def test_training_has_the_same_lengths_with_and_without_evaluations() -> None:
         return {each.rollout: each.tokens for each in ends if each.finish != "aborted"}
 
     assert lengths({}) == lengths({"evaluation": HELD_OUT})
+
+
+@pytest.mark.parametrize(
+    ("scorer", "why"), [("exat", "must be one of exact"), ("regex", "needs a pattern")]
+)
+def test_a_scorer_that_cannot_score_evaluations_is_refused(scorer: str, why: str) -> None:
+    with pytest.raises(RunError, match=f"evaluation.scorer .*{why}"):
+        small_run({"evaluation": {**HELD_OUT, "scorer": scorer}})
 
 
 # Seconds and dollars ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.environment_checks import check_credit, check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.evaluation_checks import check_checkpoints, check_evaluation
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
@@ -188,6 +189,11 @@ def check_rewards(verifier: VerifierConfig, max_tokens: int) -> None:
             raise RunError(key, verifier.rewards[place].name, str, text)
 
 
+def _check_evaluation_scorer(config: EvaluationConfig | None) -> None:
+    if config is not None and config.scorer is not None:
+        _check_scorer("evaluation.scorer", RewardConfig(scorer=config.scorer))
+
+
 def _check_scorer(key: str, reward: RewardConfig) -> None:
     scorer = reward.scorer
     if scorer not in SCORERS and function_of(scorer) is None:
@@ -201,6 +207,8 @@ def _check_scorer(key: str, reward: RewardConfig) -> None:
             text = f"{here} is missing: scorer {scorer} needs it"
             if key == "verifier.scorer":
                 text = f"{key} {scorer!r} needs a {name}; use a [[verifier.reward]] with scorer and {name} instead"
+            elif key == "evaluation.scorer":
+                text = f"{key} {scorer!r} needs a {name}; remove the key and set a [[verifier.reward]] with scorer and {name}, or name a function"
             raise RunError(here, None, text=text, others=(key,), problem="missing key")
         if scorer not in scorers and value is not None:
             text = f"{here} applies only to scorer {' and '.join(scorers)}, got {shown(value)} with scorer {shown(scorer)}"
@@ -711,6 +719,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: check_environment(run.environment, run.policies, run.workload, run.rollout.kinds),
     lambda run: check_credit(run.algorithm, run.environment),
     lambda run: check_evaluation(run.evaluation, run.environment, run.workload),
+    lambda run: _check_evaluation_scorer(run.evaluation),
     lambda run: check_checkpoints(run.execute.checkpoints, run.evaluation),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),
