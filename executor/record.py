@@ -74,6 +74,7 @@ from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
+from streamrl.runfile.formatting import listing
 from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
 from streamrl.runfile.result_files import listed_run_id, write_file, write_results
 
@@ -187,6 +188,15 @@ class RunDirectory(TrainerRecord):
                 f"execute.output {str(self.path)!r} holds a run; resume it with --resume, or name "
                 "another directory with --set execute.output=…"
             )
+        if not self.has_run and not resume:
+            others = [
+                name for name in (RUN, METRICS, ROLLOUTS, SAMPLES) if (self.path / name).exists()
+            ]
+            if others:
+                raise ValueError(
+                    f"execute.output {str(self.path)!r} has {listing(others)} and no run; name another directory "
+                    "with --set execute.output=…"
+                )
         for path in (self.path, *(self.path / name for name in DIRECTORIES)):
             check_writable(path, "execute.output")
         for name in FILES:

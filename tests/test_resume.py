@@ -70,6 +70,18 @@ def test_what_a_user_names_like_a_trace_is_no_leg(tmp_path: Path) -> None:
     assert ledger_of_run(read_trace(output / "trace.jsonl"), output).is_balanced
 
 
+def test_files_of_others_are_neither_replaced_nor_added_to(tmp_path: Path) -> None:
+    run = real_run(tmp_path)
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"has run\.json and metrics\.jsonl and no run"):
+        RunDirectory(tmp_path).find_checkpoint(run, resume=False)
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunDirectory(tmp_path).find_checkpoint(run, resume=False) is None
+
+
 def test_checkpoints_without_a_trace_are_a_run_that_nobody_begins_anew(tmp_path: Path) -> None:
     execute(real_run(tmp_path, algorithm__steps=3))
     (tmp_path / "run" / "trace.jsonl").unlink()
