@@ -11,7 +11,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,10 @@ class SglangServer:
         """Whether log-probabilities are those before the temperature (SGLANG_RETURN_ORIGINAL_LOGPROB)."""
         self.own_ends: tuple[int, ...] = ()
         """End tokens of its tokenizer."""
+        self.answers: dict[str, bytes] = {}
+        """What it answers to a path as JSON, instead of the right answer."""
+        self.spoil: Callable[[dict[str, Any]], Any] | None = None
+        """Returns what a stream has instead of one of its parts."""
         self.requests: list[tuple[str, Any]] = []
         """Path and body of each request."""
         self.num_running = 0
@@ -197,6 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
         mine.requests.append((self.path, body))
         if mine.key is not None and self.headers.get("Authorization") != f"Bearer {mine.key}":
             self._answer(401, {"error": "Unauthorized"})
+        elif self.path in mine.answers:
+            self._send(200, mine.answers[self.path])
         elif self.path == "/health":
             self._answer(200, {})
         elif self.path == "/model_info":
@@ -207,7 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*mine.post(self.path, body))
 
     def _answer(self, status: int, content: Any) -> None:
-        data = json.dumps(content).encode()
+        self._send(status, json.dumps(content).encode())
+
+    def _send(self, status: int, data: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -223,7 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
         mine.num_running += 1
         try:
             for part in mine.generate(body):
-                self._chunk(f"data: {json.dumps(part)}\n\n")
+                shown = json.dumps(part if mine.spoil is None else mine.spoil(part))
+                self._chunk(f"data: {shown}\n\n")
                 mine.num_sent += 1
                 if mine.is_broken:
                     self.close_connection = True

@@ -24,7 +24,12 @@ from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.roles import Completion, Request, RoleLostError
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
-from streamrl.executor.rollout.server_api import ServerSettings
+from streamrl.executor.rollout.server_api import (
+    AnswerError,
+    ServerSettings,
+    make_api,
+    read_part,
+)
 from streamrl.executor.rollout.vllm_settings import environment
 from streamrl.executor.sampling import Truncation
 from streamrl.executor.tokens import encode_ids, read_block
@@ -179,6 +184,75 @@ def test_a_dead_or_silent_server_is_a_lost_role(server: SglangServer, how: str) 
 
     serve(worker(server, timeout=SHORT), go)
     server.is_hung = False
+
+
+BAD_PARTS: list[Any] = [5, None, [], {}, {"meta_info": 7}, {"meta_info": {}}, "text"]
+BAD_TOKENS = [True, 1.0, "1", -1, VOCABULARY, 10**30, None, [1]]
+BAD_LOGPROBS = [0.01, float("nan"), float("-inf"), -1e39, -(10**400), None, True, "-1"]
+
+
+def _sglang_event(token: Any, logprob: Any) -> dict[str, Any]:
+    return {"meta_info": {"completion_tokens": 1, "output_token_logprobs": [[logprob, token]]}}
+
+
+def _vllm_event(token: Any, logprob: Any) -> dict[str, Any]:
+    return {"choices": [{"token_ids": [token], "logprobs": {"token_logprobs": [logprob]}}]}
+
+
+BAD_CHOICES: list[Any] = [
+    {"choices": 5},
+    {"choices": [7]},
+    {"choices": [{"token_ids": 5, "logprobs": {"token_logprobs": [-1.0]}}]},
+    {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": []}}]},
+    {"choices": [{"token_ids": [5], "logprobs": 3}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("api", "event_of", "more"),
+    [("sglang", _sglang_event, BAD_PARTS), ("vllm", _vllm_event, [*BAD_PARTS, *BAD_CHOICES])],
+)
+def test_no_value_of_an_unexpected_form_enters_an_output(
+    api: str, event_of: Callable[[Any, Any], Any], more: list[Any]
+) -> None:
+    part = read_part(make_api(api), event_of(VOCABULARY - 1, 1e-4), 0, VOCABULARY)
+    assert part.tokens == [VOCABULARY - 1] and part.logprobs == [1e-4]
+    bad = [event_of(token, -1.0) for token in BAD_TOKENS]
+    bad += [event_of(1, logprob) for logprob in BAD_LOGPROBS]
+    for event in [*bad, *more]:
+        with pytest.raises(AnswerError, match=r"it sent|it returns no"):
+            read_part(make_api(api), event, 0, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    "spoiled", [5, {"meta_info": 7}, _sglang_event(VOCABULARY, -1.0), _sglang_event(1, 0.5)]
+)
+def test_a_server_that_sends_an_unexpected_event_is_a_lost_role(
+    server: SglangServer, spoiled: Any
+) -> None:
+    async def go(replica: ReplicaWorker) -> None:
+        server.spoil = lambda part: spoiled
+        with pytest.raises(RoleLostError, match=r"the server http://\S+ is lost: it sent"):
+            await asyncio.wait_for(replica.generate(ask(0)), 5)
+        with pytest.raises(RoleLostError):
+            replica.check_alive()
+
+    serve(worker(server), go)
+
+
+def test_a_malformed_answer_about_health_is_no_sign_of_life(server: SglangServer) -> None:
+    async def go(replica: ReplicaWorker) -> None:
+        server.answers["/health"] = b"{"
+        await asyncio.sleep(SHORT / 2)
+        del server.answers["/health"]
+        await asyncio.sleep(SHORT)
+        replica.check_alive()
+        server.answers["/health"] = b"{"
+        await asyncio.sleep(2 * SHORT)
+        with pytest.raises(RoleLostError):
+            replica.check_alive()
+
+    serve(worker(server, timeout=SHORT), go)
 
 
 def test_a_server_that_is_absent_or_unlike_the_run_is_refused_with_a_remedy(

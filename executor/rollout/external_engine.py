@@ -38,7 +38,15 @@ from streamrl.executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
-from streamrl.executor.rollout.server_api import Part, ServerSettings, Wanted, make_api
+from streamrl.executor.rollout.server_api import (
+    AnswerError,
+    Part,
+    RejectedError,
+    ServerSettings,
+    Wanted,
+    make_api,
+    read_part,
+)
 from streamrl.executor.rollout.server_client import ServerClient, ServerError
 from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_pairs
 from streamrl.executor.rollout.weight_directory import weight_directory
@@ -83,7 +91,7 @@ class _Run:
         """Add the tokens of a part; return whether one ends the run. Later ones are left out."""
         for token, logprob in zip(part.tokens, part.logprobs, strict=True):
             self.tokens.append(token)
-            self.logprobs.append(math.nan if logprob is None else logprob)
+            self.logprobs.append(logprob)
             self.token_times.append(came_at)
             if token in self.ends or len(self.tokens) == self.max_tokens:
                 return True
@@ -265,6 +273,8 @@ class ExternalEngine:
             if error.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
                 raise RuntimeError(f"{error}; set rollout.external.key") from None
             return str(error)
+        except AnswerError as error:
+            return str(error)
         return None
 
     async def _check_model(self) -> None:
@@ -295,7 +305,7 @@ class ExternalEngine:
         try:
             for post in self._api.update(directory, self._weights):
                 await self._client.post(post, LOAD_TIME)
-        except (ServerError, httpx.HTTPError) as error:
+        except (ServerError, AnswerError, httpx.HTTPError) as error:
             missing = isinstance(error, ServerError) and error.status == httpx.codes.NOT_FOUND
             advice = f"; {self._api.how_to_start}" if missing else ""
             reason = f"the server cannot load {directory}: {_named(error)}{advice}"
@@ -342,8 +352,8 @@ class ExternalEngine:
             await asyncio.sleep(min(LOOK_TIME, self._server.timeout / 4))
             try:
                 reason = await self._health()
-            except RuntimeError as error:
-                await self._fail(str(error))
+            except Exception as error:
+                await self._fail(_named(error))
                 return
             silence = time.monotonic() - self._alive_at
             is_refused = reason is not None and reason.startswith(httpx.ConnectError.__name__)
@@ -361,14 +371,14 @@ class ExternalEngine:
         try:
             while not await self._request(run):
                 pass
-        except ValueError as error:  # concerns only this run
+        except RejectedError as error:
             self._finish(name, RuntimeError(f"the server rejects a request: {error}"))
         except ServerError as error:
             if error.status >= httpx.codes.INTERNAL_SERVER_ERROR:
                 await self._fail(str(error))
             else:
                 self._finish(name, RuntimeError(str(error)))
-        except (httpx.HTTPError, RuntimeError) as error:
+        except Exception as error:  # a task must not end without a result
             await self._fail(_named(error))
         else:
             self._finish(name, run.so_far)
@@ -390,7 +400,7 @@ class ExternalEngine:
             async for event in events:
                 came_at = time.perf_counter()
                 self._alive_at = time.monotonic()
-                part = self._api.read(event, num_read)
+                part = read_part(self._api, event, num_read, self._num_embeddings)
                 num_read += len(part.tokens)
                 await self._open.wait()
                 self._check_version(part)

@@ -17,7 +17,7 @@ A class outside this package subclasses `ServerApi`, and a subclass of `ServerAp
 
 from __future__ import annotations
 
-import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,7 +31,19 @@ from streamrl.runfile.choices import import_object
 STREAM_INTERVAL = 8
 """Tokens in one part of a stream, if the server can choose. A part of one token each takes a client's whole core at
 some thousand tokens per second. An aborted rollout loses the tokens of its last, unfinished part."""
+MOST_LOGPROB = 1e-3
+"""Largest log-probability that rounding explains (an assumption); a probability is at most 1."""
+MOST_FLOAT32 = 3.4028235e38
+"""Largest finite number of IEEE 754 binary32, in which log-probabilities are kept."""
 Body = dict[str, Any]
+
+
+class RejectedError(RuntimeError):
+    """The server rejects one request; it goes on with others."""
+
+
+class AnswerError(RuntimeError):
+    """An answer has an unexpected form, so the server cannot be used."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +123,11 @@ class ServerApi(ABC):
     def read(self, event: Any, num_before: int) -> Part:
         """Return the new tokens in one event of a stream, of which `num_before` tokens were read.
 
+        `read_part` checks the values, and turns errors of access into `AnswerError`.
+
         Raises:
-            ValueError: the server rejects the request, or the event has no token ids or log-probabilities.
+            RejectedError: the server rejects the request.
+            AnswerError: the event has no token ids or log-probabilities.
         """
 
     @abstractmethod
@@ -133,6 +148,36 @@ def make_api(name: str) -> ServerApi:
     make: Any = import_object(server_api_named(name).api)
     api: ServerApi = make()
     return api
+
+
+def read_part(api: ServerApi, event: Any, num_before: int, num_embeddings: int) -> Part:
+    """Return the new tokens in one event of a stream, of which `num_before` tokens were read.
+
+    Raises:
+        RejectedError: the server rejects the request.
+        AnswerError: the event has another form, a token id outside the vocabulary of `num_embeddings`, or a value that
+            is not a log-probability.
+    """
+    try:
+        part = api.read(event, num_before)
+        for token, logprob in zip(part.tokens, part.logprobs, strict=True):
+            if type(token) is not int or not 0 <= token < num_embeddings:
+                raise AnswerError(
+                    f"it sent token id {reprlib.repr(token)}, but the model has token ids 0 to {num_embeddings - 1}"
+                )
+            if not _is_logprob(logprob):
+                raise AnswerError(
+                    f"it sent log-probability {reprlib.repr(logprob)}, which is not a finite number of at most 0"
+                )
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise AnswerError(
+            f"it sent an event of an unexpected form: {reprlib.repr(event)}"
+        ) from None
+    return part
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (int, float) and -MOST_FLOAT32 <= value <= MOST_LOGPROB
 
 
 class VllmApi(ServerApi):
@@ -175,13 +220,13 @@ class VllmApi(ServerApi):
     def read(self, event: Any, num_before: int) -> Part:
         """Return the tokens of one part of the stream."""
         _refuse(event)
-        if not event.get("choices"):  # such as the usage
+        if not event["choices"]:  # such as the usage
             return Part([], [])
         (choice,) = event["choices"]
         tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
         if tokens is None or (tokens and logprobs is None):
-            raise ValueError(
-                "the server returns no token ids with log-probabilities; it needs vLLM 0.29 or newer"
+            raise AnswerError(
+                "it returns no token ids with log-probabilities; it needs vLLM 0.29 or newer"
             )
         values = logprobs["token_logprobs"] if logprobs else []
         return Part(tokens, values, choice.get("finish_reason") is not None)
@@ -261,15 +306,15 @@ class SglangApi(ServerApi):
         about = event["meta_info"]
         triples = about.get("output_token_logprobs")
         if triples is None:
-            raise ValueError("the server returns no log-probabilities of the output")
+            raise AnswerError("it returns no log-probabilities of the output")
         has_whole = len(triples) == about["completion_tokens"] >= num_before
         new = triples[num_before:] if has_whole else triples
         finish = about.get("finish_reason")
         if finish is not None and finish.get("type") == "abort":
             raise RuntimeError(f"the server aborted a request: {finish.get('message')}")
         return Part(
-            [int(token) for _, token, *_ in new],
-            [math.nan if value is None else value for value, *_ in new],
+            [token for _, token, *_ in new],
+            [value for value, *_ in new],
             finish is not None,
             about.get("weight_version"),
         )
@@ -317,7 +362,7 @@ class SglangApi(ServerApi):
 
 
 def _refuse(event: Any) -> None:
-    """Raise `ValueError` if an event of a stream is an error."""
+    """Raise `RejectedError` if an event of a stream is an error."""
     error = event.get("error")
     if error is not None:
-        raise ValueError(error.get("message", error) if isinstance(error, dict) else error)
+        raise RejectedError(error.get("message", error) if isinstance(error, dict) else error)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import reprlib
 import ssl
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import httpx
 
-from streamrl.executor.rollout.server_api import Post, ServerSettings
+from streamrl.executor.rollout.server_api import AnswerError, Post, ServerSettings
 
 MOST_SHOWN = 300
 """Characters of a server's error that a message contains."""
@@ -52,6 +53,7 @@ class ServerClient:
 
         Raises:
             ServerError: another status than 200.
+            AnswerError: the answer is malformed JSON.
             httpx.HTTPError: there is no answer within some seconds.
         """
         return self._content(await self._http.get(path, timeout=seconds))
@@ -61,6 +63,7 @@ class ServerClient:
 
         Raises:
             ServerError: another status than 200.
+            AnswerError: the answer is malformed JSON.
             httpx.HTTPError: the server is gone, or gives no answer in time.
         """
         answer = await self._http.post(
@@ -75,6 +78,7 @@ class ServerClient:
 
         Raises:
             ServerError: another status than 200.
+            AnswerError: an event is malformed JSON.
             httpx.HTTPError: the server is gone.
         """
         async with self._http.stream("POST", post.path, json=post.body) as answer:
@@ -85,19 +89,19 @@ class ServerClient:
                 content = line.removeprefix(DATA).strip()
                 if not line.startswith(DATA) or content == DONE:
                     continue
-                yield json.loads(content)
+                yield _decoded(content, f"{self.url}{post.path}")
 
     async def close(self) -> None:
         """Close all connections; the server aborts their requests."""
         await self._http.aclose()
 
     def _content(self, answer: httpx.Response) -> Any:
+        where = f"{self.url}{answer.request.url.path}"
         if answer.status_code != httpx.codes.OK:
-            where = f"{self.url}{answer.request.url.path}"
             text = " ".join(answer.text.split())[:MOST_SHOWN]
             raise ServerError(f"{where} answers {answer.status_code}: {text}", answer.status_code)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        return answer.json() if is_json else answer.text
+        return _decoded(answer.content, where) if is_json else answer.text
 
 
 def find_fault(settings: ServerSettings, paths: Iterable[str]) -> str | None:
@@ -108,7 +112,7 @@ def find_fault(settings: ServerSettings, paths: Iterable[str]) -> str | None:
         try:
             for path in paths:
                 await client.get(path, settings.timeout)
-        except ServerError as error:
+        except (ServerError, AnswerError) as error:
             return str(error)
         except httpx.HTTPError as error:
             return f"{settings.url} does not answer: {type(error).__name__}"
@@ -117,6 +121,13 @@ def find_fault(settings: ServerSettings, paths: Iterable[str]) -> str | None:
         return None
 
     return asyncio.run(ask())
+
+
+def _decoded(content: str | bytes, where: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise AnswerError(f"{where} answers malformed JSON: {reprlib.repr(content)}") from None
 
 
 def _trusted(certificate: str | None) -> ssl.SSLContext | bool:
