@@ -177,6 +177,14 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
     assert "output" not in bad(list(run_paths.find(changed(run, finding.changes))))
 
 
+def test_an_environment_that_gives_the_reward_needs_no_scorer(tmp_path: Path) -> None:
+    table = local_table(tmp_path, {"verifier.scorer": None})
+    table.get("verifier", {}).pop("scorer", None)
+    assert "execute needs both" in bad(list(run_paths.find(make_run(table))))["prompts"].text
+    table["environment"] = {"max_turns": 2, "max_context": 4096, "implementation": "game:Game"}
+    assert "prompts" not in bad(list(run_paths.find(make_run(table))))
+
+
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:
     plain = {name for name, choice in SCORERS.items() if not choice.needs}
     for name in sorted(plain):

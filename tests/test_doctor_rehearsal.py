@@ -39,6 +39,12 @@ def test_a_run_whose_consumption_never_takes_what_admission_waits_for_is_stuck()
     assert not rehearsal.perform(rehearsal.make_world(full_run())).problem
 
 
+def test_held_out_prompts_of_a_file_are_rehearsed_without_their_number() -> None:
+    changes: dict[str, Any] = {"evaluation": {"prompts": "held_out.jsonl", "every": 1}}
+    went = rehearsal.rehearse(full_run(changes))
+    assert not went.refusal and not went.problem
+
+
 def test_a_run_that_loses_replicas_before_they_finish_anything_goes_in_circles() -> None:
     changes = {
         "failures": {"per_gpu_day": 3e6},

@@ -35,7 +35,10 @@ def find(run: Run) -> Iterator[Finding]:
         yield from _find_scorers(run.verifier)
     if run.model.path is not None:
         tokenize = partial(_try_tokenizer, run.model, partial(PromptWorkload, run))
-        yield from _find_prompts(run.verifier, run.workload, run.policies, tokenize)
+        gives_reward = run.environment is not None and run.environment.implementation is not None
+        yield from _find_prompts(
+            run.verifier, run.workload, run.policies, tokenize, gives_reward=gives_reward
+        )
         yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
 
@@ -59,13 +62,15 @@ def _find_prompts(
     workload: WorkloadConfig,
     policies: PoliciesConfig,
     tokenize: Callable[[], Tokenized],
+    *,
+    gives_reward: bool,
 ) -> Iterator[Finding]:
     """Check that prompts can be read, and that they have the fields that the verifier's scorers need.
 
-    `tokenize` returns the error of prompts that are tokenized, and notes; see `_try_tokenizer`.
+    Without scorers, the environment must give the reward. `tokenize` returns the error of prompts that are tokenized, and notes; see `_try_tokenizer`.
     """
     rewards = verifier.rewards
-    if not workload.sources or not rewards:
+    if not workload.sources or not (rewards or gives_reward):
         text = f"workload.prompts={workload.prompts} with verifier.scorer={verifier.scorer}: execute needs both"
         fix = f"name a data set, and a verifier.scorer: {', '.join(scorer_names())}"
         yield _finding("error", "prompts", text, fix)
@@ -89,7 +94,8 @@ def _find_prompts(
         fix = f"add it, or choose another policy ({policy} goes by it)"
         yield _finding("error", "prompts", text, fix)
     try:
-        check_prompts(verifier, workload)
+        if rewards:
+            check_prompts(verifier, workload)
     except ValueError as error:
         fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)

@@ -14,6 +14,7 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, ModelConfig, PoolConfig
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.gpu_pools import most_replicas, replicas_per_node
 from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.units import Bandwidth
@@ -37,6 +38,8 @@ EVENTS_PER_ROLLOUT = 10
 one more for each push that aborts it."""
 FEW_TURNS = 3
 """Turns of an episode. Each takes an event of its replica and one of its environment."""
+FEW_HELD_OUT = 100
+"""Assumed prompts of an evaluation whose file has an unknown number of them."""
 FEWEST_EVENTS = 5_000
 """Events that are always allowed, in addition to those of the rollouts."""
 SPLITS = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
@@ -170,8 +173,16 @@ def shortened(run: Run) -> Run:
         algorithm=replace(run.algorithm, steps=steps),
         rollout=replace(run.rollout, max_running=most),
         environment=_with_few_turns(run.environment),
+        evaluation=_with_few_prompts(run.evaluation),
         faults=(),
     )
+
+
+def _with_few_prompts(evaluation: EvaluationConfig | None) -> EvaluationConfig | None:
+    """Return an evaluation with a number of prompts, which a simulation needs and an executed run does not."""
+    if evaluation is None or evaluation.num_prompts is not None or evaluation.prompts is None:
+        return evaluation
+    return replace(evaluation, num_prompts=FEW_HELD_OUT)
 
 
 def stand_in(run: Run) -> Run:
