@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from streamrl.export.launch_file import find_arguments, launch_script
-from streamrl.report.next_steps import next_lines, option_lines, verdict_lines
+from streamrl.report.next_steps import (
+    execute_command,
+    next_lines,
+    option_lines,
+    placeholders_text,
+    verdict_lines,
+)
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_run
 from streamrl.runfile.plan_config import TargetName
@@ -85,6 +91,24 @@ def test_the_settings_of_a_verdict_are_those_that_execute_then_accepts() -> None
     }
     assert found.missing == ["model.path", "workload.prompts", "verifier.scorer"]
     check_back_ends(for_target(run, "execute"))
+
+
+def test_a_run_with_episodes_misses_its_environment_and_no_scorer(tmp_path: Path) -> None:
+    episodes = {"max_turns": 2, "max_context": 40_000, "turns": "2", "observation_tokens": "9"}
+    episodes |= {"action_time": "1 s"}
+    found = verdict_of(small_run({**SHARDED, "environment": episodes}), "execute")
+    assert "environment.implementation" in found.missing
+    assert "verifier.scorer" not in found.missing
+    command = execute_command(found, tmp_path / "plan.toml")
+    assert "--set environment.implementation=CLASS" in command
+    assert "CLASS by your environment" in placeholders_text(command)
+
+
+def test_only_targets_that_run_episodes_are_named_for_a_plan_with_episodes() -> None:
+    found = Verdict(name="execute", can_run=False, key="trainer.zero", value="1")
+    other = Verdict(name="verl", can_run=False, key="environment", value="")
+    (line,) = next_lines(plan_of([found, other]), Path("plan.toml"))
+    assert line == "next: add --for execute to search only plans that it can run"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,17 @@ from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan
 from streamrl.targets.verdicts import Verdict
 
-PLACEHOLDERS = {"model.path": "DIR", "workload.prompts": "FILE", "verifier.scorer": "NAME"}
+PLACEHOLDERS = {
+    "model.path": "DIR",
+    "workload.prompts": "FILE",
+    "environment.implementation": "CLASS",
+    "verifier.scorer": "NAME",
+}
 """What stands for a value that a run file must have to be executed."""
 STANDS_FOR = {
     "DIR": "the directory of your model",
     "FILE": "your prompts",
+    "CLASS": "your environment, as python:FILE.py:CLASS",
     "NAME": "your scorer",
     "MODELDIR": "the directory of your model",
     "RUN.toml": "your run file",
@@ -85,10 +91,16 @@ def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
     if own := _without_script(plan):
         yield f"next: set the options of {own} as {plan_file} has them; no launch script is written for {own}"
     if not any(each.can_run for each in plan.carried_by):
-        ways = ["add --for execute or --for verl to search only plans that it can run"]
+        ways = [f"add {_searches(plan)} to search only plans that it can run"]
         if (best := plan.best_to_run) is not None:
             ways.insert(0, f"add --take {best} to the command to write option {best}")
         yield from (f"{'or:  ' if place else 'next:'} {way}" for place, way in enumerate(ways))
+
+
+def _searches(plan: Plan) -> str:
+    """Return the options that search plans for a target, without targets that run no episodes of several turns."""
+    without = {each.name for each in plan.carried_by if each.key == "environment"}
+    return " or ".join(f"--for {name}" for name in ("execute", "verl") if name not in without)
 
 
 def start_commands(plan: Plan, plan_file: Path) -> Iterator[str]:

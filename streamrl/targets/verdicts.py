@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.plan_config import TargetName
 from streamrl.runfile.roles_config import VerifierConfig
@@ -66,7 +67,7 @@ def verdict_of(run: Run, name: TargetName) -> Verdict:
         can_run=True,
         back_ends=[value for value in settings.values() if value not in LAUNCHERS],
         settings={key: value for key, value in settings.items() if own[key] != value},
-        missing=list(missing_inputs(run.model, run.workload, run.verifier)),
+        missing=list(missing_inputs(run.model, run.workload, run.verifier, run.environment)),
     )
 
 
@@ -79,12 +80,21 @@ def check_target(run: Run, name: TargetName) -> None:
 
 
 def missing_inputs(
-    model: ModelConfig, workload: WorkloadConfig, verifier: VerifierConfig
+    model: ModelConfig,
+    workload: WorkloadConfig,
+    verifier: VerifierConfig,
+    environment: EnvironmentConfig | None,
 ) -> Iterator[str]:
-    """Yield the keys of weights, prompts and rewards that a run file must have to be executed."""
+    """Yield the keys of weights, prompts, environment and rewards that a run file must have to be executed.
+
+    An environment gives the reward itself, if there is no scorer.
+    """
     if model.path is None:
         yield "model.path"
     if not workload.sources:
         yield "workload.prompts"
-    if not verifier.rewards:
+    if environment is not None:
+        if environment.implementation is None:
+            yield "environment.implementation"
+    elif not verifier.rewards:
         yield "verifier.scorer"
