@@ -8,6 +8,7 @@ from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from msgspec.structs import asdict, replace
 
@@ -93,7 +94,7 @@ def evaluate(
     Example: streamrl evaluate runs/quickstart --samples 4 --json
     Example: streamrl evaluate build/model --prompts held-out.jsonl --scorer exact --against runs/a
     """
-    from streamrl.executor.execute import NAMES, carry_out
+    from streamrl.executor.execute import NAMES, carry_out, check_executable
 
     set_verbosity(verbose, quiet)
     if output is not None:
@@ -107,8 +108,11 @@ def evaluate(
     }
     options = {name: value for name, value in stated.items() if value is not None}
     found = {}
-    for number, each in enumerate([model] if against is None else [model, against]):
-        run = _run_of(each, step, options, overrides or ())
+    models = [model] if against is None else [model, against]
+    runs = [_run_of(each, step, options, overrides or ()) for each in models]
+    for run, _ in runs[1:]:
+        check_executable(run)  # before the first one is scored
+    for number, (each, (run, version)) in enumerate(zip(models, runs, strict=True)):
         with TemporaryDirectory() as place:
             directory = Path(place) / "run"
             try:
@@ -117,10 +121,10 @@ def evaluate(
                 name = NAMES[Signals(error.signal)]
                 echo(f"streamrl: {name}: the evaluation of {each} was interrupted", err=True)
                 raise typer.Exit(128 + error.signal) from None
-            found[str(each)] = _result_in(directory, each)
+            found[str(each)] = replace(_result_in(directory, each), step=version)
             config = run.evaluation
             if output is not None:
-                keep_results(directory, output / str(number), run.execute.readers)
+                keep_results(directory, output / str(number), run.execute.readers, version)
     assert config is not None, "the run of an evaluation has one"
     if as_json:
         print_json(_as_json(found, config))
@@ -128,8 +132,8 @@ def evaluate(
         _show(found, config)
 
 
-def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -> Run:
-    """Return a run without steps that evaluates a model, or a checkpoint of a run.
+def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -> tuple[Run, int]:
+    """Return a run without steps that evaluates a model, or a checkpoint of a run; and the step of the weights.
 
     Raises:
         ValueError: the directory has neither, or nothing says which prompts and which scorer.
@@ -139,6 +143,7 @@ def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -
 
         run = decode_run((path / RUN).read_bytes())
         checkpoint = choose_checkpoint(path, step_of(step))
+        version = checkpoint.version
         run = replace(run, model=replace(run.model, path=str(checkpoint.path)))
     elif (path / "config.json").is_file():
         if "prompts" not in options or "scorer" not in options:
@@ -149,7 +154,7 @@ def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -
             "workload": {"prompts": str(Path(options["prompts"]).absolute())},
             "verifier": {"scorer": options["scorer"]},
         }
-        run = load_run(given)
+        run, version = load_run(given), 0
     else:
         raise ValueError(f"{path} is neither a run directory nor a model directory (config.json)")
     own = run.evaluation or EvaluationConfig(prompts="")
@@ -161,7 +166,7 @@ def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -
             f"{path}: the run has no [evaluation]; name held-out prompts: --prompts FILE"
         )
     run = change_run(replace(run, evaluation=replace(own, **changes)), overrides)
-    return replace(
+    run = replace(
         run,
         algorithm=replace(run.algorithm, steps=0),
         followers=(),
@@ -175,10 +180,11 @@ def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -
             checkpoints=CheckpointsConfig(),
         ),
     )
+    return run, version
 
 
-def keep_results(directory: Path, output: Path, readers: str) -> None:
-    """Copy the run file, the scores and the rollouts of an evaluation to `output`, for these readers.
+def keep_results(directory: Path, output: Path, readers: str, version: int) -> None:
+    """Copy the run file, the scores and the rollouts of a version's evaluation to `output`, for these readers.
 
     The trace is not kept: no step was made, so there is nothing to replay or to report.
     """
@@ -186,7 +192,12 @@ def keep_results(directory: Path, output: Path, readers: str) -> None:
 
     with readable_by(readers, output):
         output.mkdir(parents=True, exist_ok=True)
-        write_files({output / name: (directory / name).read_bytes() for name in KEPT})
+        kept = {output / name: (directory / name).read_bytes() for name in KEPT}
+        for name in (EVALUATED, EVALUATIONS):
+            lines = map(msgspec.json.decode, kept[output / name].splitlines())
+            written = [msgspec.json.encode({**line, "step": version}) for line in lines]
+            kept[output / name] = b"".join(line + b"\n" for line in written)
+        write_files(kept)
 
 
 def _result_in(directory: Path, model: Path) -> EvaluationResult:
