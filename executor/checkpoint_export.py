@@ -6,6 +6,7 @@ of the optimizer. With adapters apart it has the LoRA adapters in PEFT's format,
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,15 @@ from streamrl.executor.checkpoints import POSITION, Checkpoint, Checkpoints
 from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
 from streamrl.executor.transfer.shared_memory import replaced_directory
 from streamrl.record.evaluation import best_step, read_evaluations
-from streamrl.runfile.config import AdapterForm, CheckpointChoice
+from streamrl.runfile.config import AdapterForm, CheckpointChoice, CheckpointsConfig
+from streamrl.runfile.paths import check_writable
 from streamrl.runfile.workload_config import HUB
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """Files with the whole weights."""
 OF_A_RESUME = (POSITION, CHECKSUMS, "trainer.pt")
 """Files that only a resume reads."""
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 OF_CRITIC = "critic"
 """Begin of the names of a critic's files."""
 
@@ -53,6 +56,36 @@ def choose_checkpoint(directory: Path, choice: CheckpointChoice | int) -> Checkp
     return checkpoints.read(int(choice))
 
 
+def check_export(config: CheckpointsConfig, output: Path) -> None:
+    """Raise `ValueError` if the run cannot export a checkpoint where `execute.checkpoints.export` says.
+
+    Args:
+        config: the section `[execute.checkpoints]`.
+        output: the run directory, in which an export may be.
+    """
+    key, target = "execute.checkpoints.export", config.export
+    if target is None:
+        return
+    if target.startswith(HUB):
+        if not _REPOSITORY.fullmatch(target.removeprefix(HUB)):
+            raise ValueError(f"{key} must be {HUB}OWNER/NAME or a directory, got {target!r}")
+        return
+    path = Path(target)
+    try:
+        _check_free(path)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    parent = path.absolute().parent
+    if not parent.is_dir() and not parent.is_relative_to(output.absolute()):
+        raise ValueError(f"{key} {path}: {parent} is no directory; make it, or name another")
+    check_writable(parent, key)
+
+
+def _check_free(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is not empty; choose another directory, or remove it")
+
+
 def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm) -> str:
     """Write a checkpoint to a local directory, or push it to hf://OWNER/NAME; return where it is.
 
@@ -67,8 +100,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
             _copy(checkpoint.path, Path(place), adapters)
             return _push(Path(place), target.removeprefix(HUB), checkpoint.version)
     path = Path(target)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not empty; choose another directory, or remove it")
+    _check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(path) as partial:
         _copy(checkpoint.path, partial, adapters)

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import signal
 import sys
 import threading
@@ -75,6 +76,10 @@ NAMES = {
     signal.SIGHUP: "the terminal was closed",
 }
 """Signals that end a run. A signal that this process was started to ignore, as with nohup, stays ignored."""
+
+
+class ExportError(RuntimeError):
+    """The run has all its steps, but its checkpoint could not be exported."""
 
 
 class Ending(NamedTuple):
@@ -271,10 +276,15 @@ def carry_out(
         ValueError: the run file cannot be executed, or its output directory is in use.
         RuntimeError: the run stopped before its last step.
         RunInterruptedError: a signal stopped the run; the message includes `how_to_resume`.
+        ExportError: the run has all its steps, but its checkpoint could not be exported.
     """
     if resume:
         run = with_attached(run, Path(run.execute.output))
     check_executable(run)
+    if run.execute.checkpoints.export is not None:
+        from streamrl.executor.checkpoint_export import check_export
+
+        check_export(run.execute.checkpoints, Path(run.execute.output))
     run = replace(run, cluster=price_local_cores_at_zero(run.cluster))
     files = readable_by(run.execute.readers, Path(run.execute.output))
     with files, joined(PlacedRoles.of(run)), Interruption() as interruption:
@@ -293,18 +303,22 @@ def carry_out(
 
 
 def export_at_end(directory: Path, config: CheckpointsConfig) -> None:
-    """Export a checkpoint of a run that has all its steps; a failure is logged, because the run is complete."""
+    """Export a checkpoint of a run that has all its steps; raise `ExportError` if that fails."""
     from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
 
     assert config.export is not None, "the caller has checked it"
+    step = "last"
     try:
         checkpoint = choose_checkpoint(directory, config.choice)
+        step = str(checkpoint.version)
         place = export_checkpoint(checkpoint, config.export, config.adapters)
     except (ValueError, RuntimeError, OSError) as error:
-        how = f"streamrl checkpoint export {directory} -o DIR"
-        logger.warning(f"execute.checkpoints.export: {error}; export it again with: {how}")
-    else:
-        logger.info(f"step {checkpoint.version} is exported to {place}")
+        words = ["streamrl", "checkpoint", "export", str(directory), "--step", step]
+        how = shlex.join([*words, "--adapters", config.adapters, "-o", "DIR"])
+        raise ExportError(
+            f"execute.checkpoints.export: {error}; the run is complete, export it again with: {how}"
+        ) from error
+    logger.info(f"step {checkpoint.version} is exported to {place}")
 
 
 def joined(roles: PlacedRoles) -> AbstractContextManager[None]:

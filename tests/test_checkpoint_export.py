@@ -148,7 +148,7 @@ def test_damaged_weights_are_not_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["list", "export"])
 def test_checkpoints_of_what_is_no_run_are_refused(tmp_path: Path, command: str) -> None:
-    options = ["--output", tmp_path / "model"] if command == "export" else []
+    options = ["--output", str(tmp_path / "model")] if command == "export" else []
     done = streamrl("checkpoint", command, tmp_path, *options)
     assert done.returncode == 2 and "is no run directory" in done.stderr
 

@@ -16,17 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import psutil
 import pytest
 
 from streamrl.cli.evaluate import KEPT, keep_results
 from streamrl.engine.trace import read_trace, replay
+from streamrl.executor import checkpoint_export
 from streamrl.executor import execute as executing
 from streamrl.executor.directory_lock import LOCK, readable_by
 from streamrl.executor.launchers import prefork_server as prefork_server
+from streamrl.record.evaluation import EvaluationResult, Score
 from streamrl.record.run_directory import read_metrics, read_rollouts
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import encode_run, load_run
 from tests.command_line import streamrl
 from tests.engines import params
+from tests.test_resume import saved
 from tests.tiny_model import save_tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
@@ -287,7 +293,8 @@ def test_ctrl_c_ends_an_evaluation_as_interrupted(
 
     monkeypatch.setattr(executing, "_execute", interrupted)
     model, kept = project / "model", tmp_path / "kept"
-    options = ["--prompts", project / "prompts.jsonl", "--scorer", "exact", "--output", kept]
+    records = str(project / "prompts.jsonl")
+    options = ["--prompts", records, "--scorer", "exact", "--output", str(kept)]
     done = streamrl("evaluate", model, *options)
     assert done.returncode == 130
     told = f"streamrl: Ctrl-C: the evaluation of {model} was interrupted"
@@ -295,10 +302,89 @@ def test_ctrl_c_ends_an_evaluation_as_interrupted(
     assert not (kept / "0").exists()
 
 
+def test_the_second_model_is_checked_before_the_first_is_scored(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[Run] = []
+    monkeypatch.setattr(executing, "carry_out", scored.append)
+    options = ["--prompts", str(project / "prompts.jsonl"), "--scorer", "exact"]
+    for other, told in (("none", "neither a run directory nor a model"), ("cut", "model.path")):
+        (tmp_path / "cut").mkdir(exist_ok=True)
+        (tmp_path / "cut" / "config.json").write_bytes(
+            (project / "model" / "config.json").read_bytes()
+        )
+        done = streamrl("evaluate", project / "model", "--against", tmp_path / other, *options)
+        assert done.returncode == 2 and told in done.stderr
+    assert not scored
+
+
+def test_an_evaluation_names_the_step_of_its_checkpoint(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_run(project / "run.toml")
+    saved(tmp_path / "checkpoints", 4, 6)
+    (tmp_path / "run.json").write_bytes(encode_run(run))
+
+    def scored(each: Run) -> None:
+        found = EvaluationResult(
+            step=0,
+            time=1.0,
+            seconds=1.0,
+            num_prompts=1,
+            samples=1,
+            confidence=0.95,
+            scores={"avg@1": Score(1.0, 0.5, 1.0)},
+            mean_tokens=1.0,
+            truncated_share=0.0,
+        )
+        place = Path(each.execute.output)
+        place.mkdir()
+        (place / "evaluations.jsonl").write_bytes(msgspec.json.encode(found) + b"\n")
+
+    monkeypatch.setattr(executing, "carry_out", scored)
+    options = ["--prompts", str(project / "prompts.jsonl"), "--step", "4", "--json"]
+    done = streamrl("evaluate", tmp_path, *options)
+    (found,) = json.loads(done.stdout)["evaluations"].values()
+    assert found["step"] == 4
+
+
+@pytest.mark.parametrize("target", ["full", "none/model", "hf://model", "hf://a/b/c"])
+def test_where_nothing_can_be_exported_is_refused_before_the_first_step(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.delattr(executing, "_execute")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    place = target if target.startswith("hf:") else tmp_path / target
+    options = [f"execute.checkpoints.export={place}", f"execute.output={tmp_path / 'run'}"]
+    done = streamrl("execute", project / "run.toml", "--set", options[0], "--set", options[1])
+    assert done.returncode == 2
+    assert done.stderr.startswith("streamrl: execute.checkpoints.export")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_failed_export_leaves_a_complete_run_with_its_tables(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("the hub is down")
+
+    monkeypatch.setattr(checkpoint_export, "export_checkpoint", fail)
+    changes = {"algorithm.steps": 1, "rollout.replicas": 1, "execute.launcher": "in-process"}
+    changes |= {"execute.output": tmp_path / "run", "execute.checkpoints.export": "hf://me/model"}
+    sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    done = streamrl("execute", project / "run.toml", *sets)
+    assert done.returncode == 1 and "run directory:" in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("streamrl: execute.checkpoints.export: the hub is down")
+    assert f"streamrl checkpoint export {tmp_path / 'run'} --step 1" in last
+
+
 def test_an_evaluation_keeps_no_trace_of_a_run_without_steps(tmp_path: Path) -> None:
     for name in (*KEPT, "trace.jsonl"):
         (tmp_path / name).write_text("{}\n")
-    keep_results(tmp_path, tmp_path / "kept" / "0", "owner")
+    keep_results(tmp_path, tmp_path / "kept" / "0", "owner", 7)
+    assert json.loads((tmp_path / "kept" / "0" / "evaluations.jsonl").read_text())["step"] == 7
     assert {each.name for each in (tmp_path / "kept" / "0").iterdir()} == {
         "run.json",
         "evaluations.jsonl",

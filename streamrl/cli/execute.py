@@ -75,12 +75,14 @@ def execute(
         own = with_kept_inputs(run, Path(run.execute.output)) if resume else run
         run = fill_policies(run, Costs.load(own))
     from streamrl.executor.directory_lock import HIDDEN
+    from streamrl.executor.execute import ExportError
     from streamrl.executor.execute import execute as execute_run
 
     for finding in find_idle_clips(run):
         logger.warning(finding.text)
     output = Path(run.execute.output)
     os.umask(HIDDEN[run.execute.readers])
+    not_exported: ExportError | None = None
     try:
         with RunWatch(
             run.algorithm.steps,
@@ -95,6 +97,8 @@ def execute(
             _log_remains(output)
             echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
+    except ExportError as error:  # the run is complete
+        trace, not_exported = open_trace(output), error
     except RuntimeError:
         _log_remains(output)
         raise
@@ -117,6 +121,8 @@ def execute(
             echo(change)
         echo(ledger_line(ledger))
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
+    if not_exported is not None:
+        raise not_exported
 
 
 def _log_remains(output: Path) -> None:
