@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
+from streamrl.executor.environment import mcp_client
 from streamrl.executor.environment.observation_tokens import ObservationEncoder
 from streamrl.executor.environment.tool_calls import ToolCallError, find_tool_calls, format_of
 from streamrl.executor.environment.tools import ToolEnvironment, schema_of
@@ -224,6 +226,25 @@ def test_a_template_that_refuses_a_message_is_named() -> None:
     encoder = ObservationEncoder(Letters(refusing), [TURN_END], has_chats=True)
     with pytest.raises(ValueError, match="chat template does not accept an observation"):
         encoder.next([{"role": "tool", "content": "4"}], TURN_END)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("print('Welcome!', flush=True); input()", "printed 'Welcome!', which is no JSON-RPC"),
+        ("print(5, flush=True); input()", "printed '5', which is no JSON-RPC"),
+        ("import sys; sys.stdin.read()", "did not answer within 0.2 s"),
+        ("raise SystemExit(3)", "ended with status 3"),
+    ],
+)
+def test_an_mcp_server_that_does_not_speak_the_protocol_is_named(
+    program: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_client, "REQUEST_TIME", 0.2 if "0.2" in message else 60.0)
+    with pytest.raises(mcp_client.McpError) as told:
+        mcp_client.connect(shlex.join([sys.executable, "-S", "-c", program]))
+    assert "the MCP server " in str(told.value) and sys.executable in str(told.value)
+    assert message in str(told.value)
 
 
 @pytest.mark.parametrize("has_chats", [True, False])

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import select
 import shlex
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 PROTOCOL = "2025-06-18"
 REQUEST_TIME = 60.0
-"""Seconds for an answer of a server with HTTP; an action's own limit may be shorter."""
+"""Seconds for an answer of a server; an action's own limit may be shorter. A process may take longer for a call."""
+SHOWN = 100
+"""Maximum characters of a line that an error shows."""
 END_TIME = 2.0
 """Seconds that a server's process has to end after its input is closed."""
 
@@ -96,30 +101,71 @@ class StdioChannel:
     """A server that is a process of its own; messages are lines."""
 
     def __init__(self, command: str) -> None:
+        self._command = command
+        self._unread = b""
         self._process = subprocess.Popen(
             shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def ask(self, message: Message) -> Message:
-        """Send a request, and return its answer; answers to requests that timed out are skipped."""
+        """Send a request, and return its answer; answers to requests that timed out are skipped.
+
+        Raises:
+            McpError: the server ends, prints something else, or does not answer in time.
+        """
         self.tell(message)
-        assert self._process.stdout is not None, "it is a pipe"
-        for line in self._process.stdout:
-            answer: Message = json.loads(line)
+        for line in self._lines(None if message["method"] == "tools/call" else REQUEST_TIME):
+            answer = self._parsed(line)
             if answer.get("id") == message["id"] and "method" not in answer:
                 return answer
-        raise McpError(f"the server ended with status {self._process.wait()}")
+        status = self._process.wait()
+        raise McpError(f"the MCP server {self._command!r} ended with status {status}")
+
+    def _parsed(self, line: bytes) -> Message:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            text = line.decode(errors="replace")[:SHOWN]
+            raise McpError(
+                f"the MCP server {self._command!r} printed {text!r}, which is no JSON-RPC message; "
+                "let it print other text to standard error"
+            )
+        return found
+
+    def _lines(self, seconds: float | None) -> Iterator[bytes]:
+        """Yield the lines that the server prints, until it ends or has printed none for some seconds."""
+        assert self._process.stdout is not None, "it is a pipe"
+        file, poll = self._process.stdout.fileno(), select.poll()
+        poll.register(file, select.POLLIN)
+        while True:
+            line, end, rest = self._unread.partition(b"\n")
+            if end:
+                self._unread = rest
+                yield line
+                continue
+            if not poll.poll(None if seconds is None else 1000 * seconds):
+                raise McpError(
+                    f"the MCP server {self._command!r} did not answer within {seconds:g} s"
+                )
+            more = os.read(file, 1 << 16)
+            if not more:
+                return
+            self._unread += more
 
     def tell(self, message: Message) -> None:
         """Send a message that has no answer."""
         assert self._process.stdin is not None, "it is a pipe"
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the server has ended; the next answer says so
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """Close the server's input, and kill it if it does not end."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(END_TIME)
         except subprocess.TimeoutExpired:
