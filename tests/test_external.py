@@ -12,10 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -26,10 +27,12 @@ from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
 from streamrl.executor.rollout.server_api import (
     AnswerError,
+    Post,
     ServerSettings,
     make_api,
     read_part,
 )
+from streamrl.executor.rollout.server_client import ServerClient
 from streamrl.executor.rollout.vllm_settings import environment
 from streamrl.executor.sampling import Truncation
 from streamrl.executor.tokens import encode_ids, read_block
@@ -238,6 +241,58 @@ def test_a_server_that_sends_an_unexpected_event_is_a_lost_role(
             replica.check_alive()
 
     serve(worker(server), go)
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/generate"])
+@pytest.mark.parametrize("answer", [b"{", b"5", b"[]", b'"text"'])
+def test_a_malformed_answer_at_the_start_is_one_line_with_the_url(
+    server: SglangServer, path: str, answer: bytes
+) -> None:
+    async def nothing(replica: ReplicaWorker) -> None:
+        raise AssertionError("it started")
+
+    server.answers[path] = answer
+    with pytest.raises(RuntimeError, match=f"^{server.url}{path} answers [^\\n]*$"):
+        serve(worker(server), nothing)
+
+
+@pytest.mark.parametrize("model", [5, [], {}, {"data": []}, {"data": [{"id": 5}]}])
+def test_the_models_of_vllm_must_have_a_name(model: Any) -> None:
+    with pytest.raises((LookupError, TypeError, AttributeError)):
+        make_api("vllm").see_models(model)
+
+
+def test_an_update_that_fails_with_status_200_is_a_failed_load(server: SglangServer) -> None:
+    async def nothing(replica: ReplicaWorker) -> None:
+        raise AssertionError("it started")
+
+    server.answers["/update_weights_from_disk"] = b'{"success": false, "message": "no room"}'
+    with pytest.raises(RuntimeError, match=r"cannot load .*: no room"):
+        serve(worker(server), nothing)
+
+
+def test_an_answer_that_drips_and_a_line_without_end_are_errors() -> None:
+    async def serve_drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readuntil(b"\r\n\r\n")).split()[0]
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: ")
+        with suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b" " if asked == b"GET" else b" " * 2**20)
+                await writer.drain()
+                await asyncio.sleep(SHORT / 8 if asked == b"GET" else 0)
+
+    async def go() -> None:
+        async with await asyncio.start_server(serve_drip, "127.0.0.1", 0) as listener:
+            port = listener.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            client = ServerClient(ServerSettings(url=url, api="sglang", timeout=SHORT))
+            with pytest.raises(httpx.ReadTimeout, match=r"no whole answer within 0\.4 s"):
+                await asyncio.wait_for(client.get("/health", SHORT), 5)
+            with pytest.raises(AnswerError, match="a line of more than 16 MiB"):
+                await asyncio.wait_for(anext(client.stream(Post("/generate", {}))), 10)
+            await client.close()
+
+    asyncio.run(go())
 
 
 def test_a_malformed_answer_about_health_is_no_sign_of_life(server: SglangServer) -> None:

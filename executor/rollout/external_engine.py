@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import reprlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -52,6 +53,7 @@ from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_
 from streamrl.executor.rollout.weight_directory import weight_directory
 from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
 
+T = TypeVar("T")
 LOOK_TIME = 1.0
 """Seconds between two looks at the health of the server."""
 MOST_REFUSED = 2
@@ -279,7 +281,9 @@ class ExternalEngine:
 
     async def _check_model(self) -> None:
         """Raise an error if the key is wrong, or the server takes no sequences of the run's length."""
-        most = self._api.see_models(await self._asked(self._api.models))
+        most = self._understood(
+            self._api.models, await self._asked(self._api.models), self._api.see_models
+        )
         if most is not None and most < self._settings.max_length:
             raise RuntimeError(
                 f"the server {self._client.url} takes sequences of {most} tokens, but workload.max_prompt_tokens + "
@@ -293,6 +297,8 @@ class ExternalEngine:
             if error.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
                 raise RuntimeError(f"{error}; set rollout.external.key") from None
             raise
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"{self._client.url}{path}: {_named(error)}") from error
 
     async def _load(self, directory: str, version: int) -> None:
         """End every request, make the server load a directory, and send requests for the rest of each run."""
@@ -304,7 +310,7 @@ class ExternalEngine:
         self._weights = f"v{version}.{self._num_loads}"
         try:
             for post in self._api.update(directory, self._weights):
-                await self._client.post(post, LOAD_TIME)
+                self._api.check_update(await self._client.post(post, LOAD_TIME))
         except (ServerError, AnswerError, httpx.HTTPError) as error:
             missing = isinstance(error, ServerError) and error.status == httpx.codes.NOT_FOUND
             advice = f"; {self._api.how_to_start}" if missing else ""
@@ -336,8 +342,19 @@ class ExternalEngine:
 
     async def _probed(self, temperature: float, truncation: Truncation) -> tuple[float, float]:
         sampling = Sampling(temperature=temperature, truncation=truncation)
-        answer = await self._client.post(self._api.probe(Wanted(PROBE, sampling, 1)), LOAD_TIME)
-        return self._api.read_probe(answer)
+        post = self._api.probe(Wanted(PROBE, sampling, 1))
+        answer = await self._client.post(post, LOAD_TIME)
+        return self._understood(post.path, answer, self._api.read_probe)
+
+    def _understood(self, path: str, answer: Any, read: Callable[[Any], T]) -> T:
+        """Return what an answer says; raise `RuntimeError` with the URL if it has an unexpected form."""
+        try:
+            return read(answer)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            shown = reprlib.repr(answer)
+            raise RuntimeError(
+                f"{self._client.url}{path} answers in an unexpected form: {shown}"
+            ) from None
 
     def _unlike(self, what: str) -> str:
         return (

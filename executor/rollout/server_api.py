@@ -138,6 +138,9 @@ class ServerApi(ABC):
     def read_probe(self, answer: Any) -> tuple[float, float]:
         """Return these two log-probabilities, the larger one first."""
 
+    def check_update(self, answer: Any) -> None:  # noqa: B027  # most report by status
+        """Raise `AnswerError` if an answer with status 200 to a request of `update` reports a failure."""
+
     @abstractmethod
     def update(self, directory: str, weights: str) -> Sequence[Post]:
         """Return the requests that load a directory's weights under a name; none of our requests runs meanwhile."""
@@ -176,6 +179,13 @@ def read_part(api: ServerApi, event: Any, num_before: int, num_embeddings: int) 
     return part
 
 
+def _checked(value: Any) -> float:
+    """Return a log-probability; raise `ValueError` if a value is none."""
+    if not _is_logprob(value):
+        raise ValueError(f"{reprlib.repr(value)} is not a log-probability")
+    return float(value)
+
+
 def _is_logprob(value: Any) -> bool:
     return type(value) in (int, float) and -MOST_FLOAT32 <= value <= MOST_LOGPROB
 
@@ -199,8 +209,10 @@ class VllmApi(ServerApi):
     def see_models(self, answer: Any) -> int | None:
         """Keep the name of the model; return `max_model_len`."""
         first = answer["data"][0]
-        self._model = first["id"]
         most: int | None = first.get("max_model_len")
+        if type(first["id"]) is not str or type(most) not in (int, type(None)):
+            raise TypeError("id must be a text, max_model_len an integer")
+        self._model = first["id"]
         return most
 
     def generate(self, wanted: Wanted, weights: str, priority: int) -> Post:
@@ -239,7 +251,7 @@ class VllmApi(ServerApi):
         """Return the two largest log-probabilities of the first token."""
         (first,) = answer["choices"][0]["logprobs"]["top_logprobs"]
         largest, second, *_ = sorted(first.values(), reverse=True)
-        return largest, second
+        return _checked(largest), _checked(second)
 
     def update(self, directory: str, weights: str) -> Sequence[Post]:
         """Return the requests that pause, load, name the weights and resume."""
@@ -289,7 +301,7 @@ class SglangApi(ServerApi):
     def see_models(self, answer: Any) -> int | None:
         """Return None: it reports no length."""
         if not answer.get("is_generation", True):
-            raise ValueError("the server does not generate: its model embeds or scores")
+            raise AnswerError("the server does not generate: its model embeds or scores")
         return None
 
     def generate(self, wanted: Wanted, weights: str, priority: int) -> Post:
@@ -327,7 +339,7 @@ class SglangApi(ServerApi):
         """Return the two largest log-probabilities of the first token."""
         (first,) = answer["meta_info"]["output_top_logprobs"]
         largest, second, *_ = sorted((value for value, *_ in first), reverse=True)
-        return largest, second
+        return _checked(largest), _checked(second)
 
     def update(self, directory: str, weights: str) -> Sequence[Post]:
         """Return the requests that pause, load and name the weights, and continue."""
@@ -337,6 +349,11 @@ class SglangApi(ServerApi):
             Post("/update_weights_from_disk", load),
             Post("/continue_generation", {}),
         )
+
+    def check_update(self, answer: Any) -> None:
+        """Check `success`, which the answer to an update has."""
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise AnswerError(str(answer.get("message")))
 
     def _body(self, wanted: Wanted) -> Body:
         """Return what every request has; each sampling key is named, because the model's own would apply else."""

@@ -19,7 +19,9 @@ from streamrl.executor.rollout.server_api import AnswerError, Post, ServerSettin
 
 MOST_SHOWN = 300
 """Characters of a server's error that a message contains."""
-DATA, DONE = "data:", "[DONE]"
+MOST_LINE = 2**24
+"""Bytes of one line of a stream (an assumption): some 250,000 tokens of a server whose events have the whole output."""
+DATA, DONE = b"data:", b"[DONE]"
 """Begin of an event in a stream (server-sent events), and the content of the last one."""
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
 
@@ -54,9 +56,13 @@ class ServerClient:
         Raises:
             ServerError: another status than 200.
             AnswerError: the answer is malformed JSON.
-            httpx.HTTPError: there is no answer within some seconds.
+            httpx.HTTPError: there is no whole answer within some seconds.
         """
-        return self._content(await self._http.get(path, timeout=seconds))
+        try:
+            async with asyncio.timeout(seconds):  # httpx limits only the wait for each piece
+                return self._content(await self._http.get(path, timeout=seconds))
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
 
     async def post(self, post: Post, seconds: float | None = None) -> Any:
         """Send a request and return its answer; `seconds` limits the wait for it.
@@ -78,18 +84,31 @@ class ServerClient:
 
         Raises:
             ServerError: another status than 200.
-            AnswerError: an event is malformed JSON.
+            AnswerError: an event is malformed JSON or too long.
             httpx.HTTPError: the server is gone.
         """
         async with self._http.stream("POST", post.path, json=post.body) as answer:
             if answer.status_code != httpx.codes.OK:
                 await answer.aread()
                 self._content(answer)
-            async for line in answer.aiter_lines():
+            async for line in self._lines(answer):
                 content = line.removeprefix(DATA).strip()
                 if not line.startswith(DATA) or content == DONE:
                     continue
                 yield _decoded(content, f"{self.url}{post.path}")
+
+    async def _lines(self, answer: httpx.Response) -> AsyncIterator[bytes]:
+        line = bytearray()
+        async for piece in answer.aiter_bytes():
+            first, *later = piece.split(b"\n")
+            line += first
+            for each in later:
+                yield bytes(line)
+                line = bytearray(each)
+            if len(line) > MOST_LINE:
+                where = f"{self.url}{answer.request.url.path}"
+                raise AnswerError(f"{where} sends a line of more than {MOST_LINE >> 20} MiB")
+        yield bytes(line)
 
     async def close(self) -> None:
         """Close all connections; the server aborts their requests."""
