@@ -190,7 +190,7 @@ class RunDirectory(TrainerRecord):
             )
         if not self.has_run and not resume:
             others = [
-                name for name in (RUN, METRICS, ROLLOUTS, SAMPLES) if (self.path / name).exists()
+                name for name in (RUN, METRICS, ROLLOUTS, SAMPLES) if (self.path / name).is_file()
             ]
             if others:
                 raise ValueError(

@@ -43,11 +43,12 @@ CONNECTION = 3
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
-    """Role, environment and working directory of a worker."""
+    """Role, environment, working directory and file mode mask of a worker."""
 
     role: str
     environment: dict[str, str]
     directory: str
+    umask: int
 
 
 class Child(NamedTuple):
@@ -147,6 +148,7 @@ def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(request.environment)
         os.chdir(request.directory)
+        os.umask(request.umask)
         sys.argv = [MODULE, request.role, str(CONNECTION)]
         show_command_line([sys.executable, "-m", *sys.argv])
         asyncio.run(serve(request.role, socket.socket(fileno=CONNECTION)))

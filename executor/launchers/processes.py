@@ -143,7 +143,8 @@ async def fork_from(
         ChildProcessError: two prefork servers have died; their output is in `log`.
         TimeoutError: the prefork server neither answers nor computes. The next call starts another one.
     """
-    request = prefork_server.WorkerRequest(role, environment, str(Path.cwd()))
+    os.umask(umask := os.umask(0o077))  # it may differ from that of the server's start
+    request = prefork_server.WorkerRequest(role, environment, str(Path.cwd()), umask)
     for _ in range(2):  # the first server may just have ended because it was idle
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
