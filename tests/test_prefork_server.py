@@ -52,6 +52,7 @@ class Seen(msgspec.Struct, frozen=True):
     descriptors: list[int]
     had: list[str]
     """Of `WATCHED`, what was imported before it was made."""
+    umask: int
 
 
 class Witness:
@@ -69,6 +70,7 @@ class Witness:
             os.environ.get(NAME),
             [int(each.name) for each in Path("/proc/self/fd").iterdir()],
             self._had,
+            os.umask(0o022),
         )
 
     async def stop(self) -> None:
@@ -114,19 +116,24 @@ def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
         assert ROLE in psutil.Process(handle.pid).cmdline()
 
     async def before(handle: LocalProcess, seen: Seen) -> None:
-        assert seen.variable == "before"
+        assert seen.variable == "before" and seen.umask == 0o022
         await check(handle, seen)
         (tmp_path / "log").unlink()
 
     async def after(handle: LocalProcess, seen: Seen) -> None:
-        assert seen.variable == "after"
+        assert seen.variable == "after" and seen.umask == 0o077
         await check(handle, seen)
 
     common = worker_environment(
         1
     )  # as other tests have: they share the prefork_server, which has torch
-    with_worker(tmp_path / "log", before, **common)
-    with_worker(tmp_path / "log", after, **common, **{NAME: "after"})
+    mask = os.umask(0o022)
+    try:
+        with_worker(tmp_path / "log", before, **common)
+        os.umask(0o077)
+        with_worker(tmp_path / "log", after, **common, **{NAME: "after"})
+    finally:
+        os.umask(mask)
 
 
 @pytest.mark.usefixtures("bare")
