@@ -49,7 +49,12 @@ from streamrl.executor.rollout.server_api import (
     read_part,
 )
 from streamrl.executor.rollout.server_client import ServerClient, ServerError
-from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_pairs
+from streamrl.executor.rollout.torch_model import (
+    check_vocabulary,
+    empty_model,
+    end_tokens,
+    read_pairs,
+)
 from streamrl.executor.rollout.weight_directory import weight_directory
 from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
 
@@ -187,10 +192,7 @@ class ExternalEngine:
     ) -> str:
         """Send a request for the tokens after `tokens`."""
         self._check_alive()
-        if max(tokens) >= self._num_embeddings:
-            raise ValueError(
-                f"token {max(tokens)} is not in the model's vocabulary of {self._num_embeddings} tokens"
-            )
+        check_vocabulary(tokens, self._num_embeddings)
         self._num_runs += 1
         name = str(self._num_runs)
         sampling, ends = self._settings.sampling(evaluates=evaluates), self.end_tokens

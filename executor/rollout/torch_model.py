@@ -86,6 +86,12 @@ def has_names_of_files(directory: str) -> bool:
     return not _differs_from_files(directory)[1]
 
 
+def check_vocabulary(tokens: list[int], size: int) -> None:
+    """Raise `ValueError` if a token is not in a model's vocabulary of this size."""
+    if max(tokens) >= size:
+        raise ValueError(f"token {max(tokens)} is not in the model's vocabulary of {size} tokens")
+
+
 def end_tokens(model: PreTrainedModel, others: Iterable[int] = ()) -> frozenset[int]:
     """Return the token ids that end a rollout: those of the generation config or else of the model config, and others."""
     for config in (model.generation_config, model.config):

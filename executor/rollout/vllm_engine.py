@@ -36,7 +36,12 @@ from streamrl.executor.rollout.inference_engine import (
     RunningSequence,
     TimedPass,
 )
-from streamrl.executor.rollout.torch_model import empty_model, end_tokens, read_pairs
+from streamrl.executor.rollout.torch_model import (
+    check_vocabulary,
+    empty_model,
+    end_tokens,
+    read_pairs,
+)
 from streamrl.executor.rollout.vllm_settings import (
     Adapters,
     environment,
@@ -244,10 +249,9 @@ class VllmEngine:
     ) -> str:
         """Generate after `tokens` from the next pass that has room."""
         self._check_alive()
-        if max(tokens) >= self._num_embeddings:  # would kill vLLM's core and all running requests
-            raise ValueError(
-                f"token {max(tokens)} is not in the model's vocabulary of {self._num_embeddings} tokens"
-            )
+        check_vocabulary(
+            tokens, self._num_embeddings
+        )  # others kill vLLM's core and all running requests
         self._num_runs += 1
         name = str(self._num_runs)
         run = self._runs[name] = _Run(on_end, is_over, starts=[(self._weights, 0)])
