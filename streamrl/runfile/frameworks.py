@@ -271,10 +271,13 @@ def swap_bandwidth(name: FrameworkName | None, trainer: TrainerConfig) -> float 
 
 
 def slowdown(name: FrameworkName | None, trainer: TrainerConfig) -> float:
-    """Return the seconds of a framework's passes for each second of the same passes in pretraining."""
+    """Return the seconds of a framework's passes for each second of the same passes in pretraining.
+
+    `trainer.efficiency` was measured with the framework and has its slowdown already.
+    """
     framework = framework_of(name)
     layout = None if framework is None else framework.layout_for(trainer)
-    return 1.0 if layout is None else layout.slowdown
+    return 1.0 if layout is None or trainer.efficiency is not None else layout.slowdown
 
 
 def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> bool:

@@ -126,8 +126,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         overhead = own_step_time(run.framework, corrections, profile)
         ranks, stages, step_time, provenance = _choose_stages(trainer)
         score, train = corrections.training_factors
-        is_own = trainer.config.efficiency is not None  # measured with the framework
-        times = 1.0 if is_own else slowdown(run.framework.name, trainer.config)
+        times = slowdown(run.framework.name, trainer.config)
         fills = fills_micro_batches(run.framework.name, trainer.config)
         slow = swap_bandwidth(run.framework.name, trainer.config)
         switches = _switches_of(trainer, ranks, slow)
