@@ -13,6 +13,7 @@ import typer
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.shared import AsJson, claim_file, keep_private, print_json, stdout_console
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
+from streamrl.report.page.sources import check_directory
 from streamrl.runfile.result_files import write_files
 from streamrl.sim.studies.rerun import simulate_as_recorded
 
@@ -56,8 +57,7 @@ def report(
     Example: streamrl report plans/7b runs/what-if -o report.html --markdown report.md
     """
     for directory in directories:
-        if not directory.is_dir():
-            raise ValueError(f"{directory} is not a directory")
+        check_directory(directory)  # before a file is claimed there
     keep_private(*directories)
     target = directories[0] / PAGE if output is None else output
     claim_file(target)

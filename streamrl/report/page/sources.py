@@ -138,9 +138,14 @@ def _names(directories: Sequence[Path]) -> list[str]:
     return [str(path) for path in resolved]
 
 
-def _read_directory(directory: Path, name: str, sources: Sources) -> None:
+def check_directory(directory: Path) -> None:
+    """Raise `ValueError` if there is no such directory."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
+
+
+def _read_directory(directory: Path, name: str, sources: Sources) -> None:
+    check_directory(directory)
     trace, plan, study, against = (directory / file for file in REPORTED)
     if not any(path.exists() for path in (trace, plan, study, against)):
         raise ValueError(f"{directory} holds nothing to report: neither {' nor '.join(REPORTED)}")
