@@ -72,15 +72,20 @@ def _send(state: State, own: Evaluations, version: int) -> Iterator[Evaluate]:
         heapreplace(loads, (num_sent[replica] / shares[replica], replica))
 
 
+def _take_optional(policy: Policy, wrapper: Policy) -> None:
+    """Give a wrapper the optional methods of a policy that say when it is not asked."""
+    for name in ("ignores", "is_at_rest", "rests_until"):
+        if hasattr(policy, name):
+            setattr(wrapper, name, getattr(policy, name))
+
+
 class WhileNotEvaluating:
     """Runs another policy, except while an evaluation holds what it decides."""
 
     def __init__(self, policy: Policy, holds: Callable[[Evaluations], bool]) -> None:
         self.policy = policy
         self._holds = holds
-        for name in ("ignores", "is_at_rest", "rests_until"):
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
+        _take_optional(policy, self)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the commands of the policy, unless they are held."""
@@ -93,9 +98,7 @@ class HoldStep:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        for name in ("ignores", "is_at_rest", "rests_until"):
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
+        _take_optional(policy, self)
 
     def decide(self, state: State) -> Iterator[Command]:
         """Yield the trainer's next work, but no step that an evaluation holds."""
