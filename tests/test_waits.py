@@ -113,8 +113,10 @@ def names_a_bound(node: ast.AST) -> bool:
 def has_bound(name: str, call: ast.Call) -> bool:
     """Return whether a call has a time limit, or only shares its name with one that waits."""
     assert isinstance(call.func, ast.Attribute)
-    is_text = isinstance(call.func.value, ast.Constant | ast.JoinedStr)
-    is_text = is_text or ast.unparse(call.func) == "shlex.join"
+    is_text = (
+        isinstance(call.func.value, ast.Constant | ast.JoinedStr)
+        or ast.unparse(call.func) == "shlex.join"
+    )
     if is_text or any(keyword.arg == "timeout" for keyword in call.keywords):
         return True
     is_limit = bool(call.args) and not isinstance(call.args[0], ast.Constant | ast.List)
