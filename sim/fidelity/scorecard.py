@@ -203,7 +203,7 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """
     rows: dict[str, list[Row]] = {}
     for name, some in sets.items():
-        for row in some:
+        for row in sorted(some, key=lambda each: each.stage == "step"):  # stages before whole steps
             rows.setdefault(partition_of(name, row), []).append(row)
     yield "| published | rows without a fit | sources | median | p90 | bias | range | in band | band | fitted rows: left out | in sample |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
@@ -215,8 +215,7 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
         cells = "0 | | | | | | |"
         if free[partition]:
             sources = len({publisher(row.source) for row in free[partition]})
-            has_band = free[partition][0].stage != "step"  # those have a table of their own
-            rest = _figures(summarise(free[partition]), has_band).partition(" | ")[2]
+            rest = _figures(summarise(free[partition])).partition(" | ")[2]
             cells = f"{len(free[partition])} | {sources} | {rest}"
         beside = []
         for evidence in get_args(Evidence)[1:]:
@@ -256,10 +255,8 @@ def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page must have the lines {BEGIN} and {END}")
-    rows, banded = _banded(sets)
-    bands = ("", BY_SOURCE, "", *_coverage(rows, banded)) if banded else ()
-    told = ("", *_modes(sets.get("ratios", ()))) if banded else ()
-    return "\n".join([before + begin, *scorecard(sets), *told, *bands, "", end + after])
+    told = ("", *_modes(sets["ratios"])) if "ratios" in sets else ()
+    return "\n".join([before + begin, *scorecard(sets), *told, "", end + after])
 
 
 def _modes(ratios: Sequence[Row]) -> Iterator[str]:
@@ -302,7 +299,7 @@ def _bands(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
         yield f"| {stage} | {of.rows} | {of.sources} | {' | '.join(f'{cell:.0%}' for cell in cells)} |"
     told = ", ".join(f"{pair} {value:.2f}" for pair, value in errors.correlation.items())
     yield from ("", f"Measured correlation of the errors of two stages of a step: {told}.")
-    yield from ("", *_coverage(rows, banded))
+    yield from ("", BY_SOURCE, "", *_coverage(rows, banded))
 
 
 def _coverage(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
@@ -331,14 +328,13 @@ def _with_reported_band(row: Row, errors: StepErrors) -> Row:
     return msgspec.structs.replace(row, band=(row.best / factor, row.best * factor))
 
 
-def _figures(found: Summary, has_band: bool = True) -> str:
-    """Return the cells of a summary, with or without bands."""
+def _figures(found: Summary) -> str:
+    """Return the cells of a summary."""
     high = f"{found.p90:.1%}" if found.rows >= FEW else f"worst {found.worst:.1%}"
     errors = f"{found.median:.1%} | {high} | {found.bias:+.1%}"
     width = f"{found.width:.0%}" if found.width > 0 else ""
     width += f" (widest {found.widest:.0%})" if found.widest > found.width else ""
-    bands = f"{in_band_text(found)} | {half_band_text(found)}" if has_band else " | "
-    return f"{found.rows} | {errors} | {width} | {bands}"
+    return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {half_band_text(found)}"
 
 
 def stamp() -> str:
