@@ -5,7 +5,7 @@
 - `installed.py`: are the packages of the back ends installed, in versions that fit together?
 - `readiness.py`: can the back ends execute the run, and does this machine have the GPUs, cores and sandbox?
 - `run_paths.py`: can the prompts be read and scored, and is the output directory free?
-- `tested_backends.py`: has this project run the chosen back ends before, and on which hardware?
+- `tested_paths.py`: has this project run the chosen paths before, and on which hardware?
 - `executed_memory.py`: the GPU memory of the executed trainer, which `readiness.py` reports.
 
 Rules:

@@ -103,13 +103,12 @@ def _fix_all(run: Run, errors: list[Finding]) -> tuple[Changes, Run]:
 
 def _checks_of_this_machine() -> tuple[Examine, ...]:
     """Return the checks that look at files and installed packages. `streamrl.executor` is imported here."""
-    from streamrl.executor.checkup import installed, readiness, run_paths
-    from streamrl.executor.checkup import tested_backends as where_run
+    from streamrl.executor.checkup import installed, readiness, run_paths, tested_paths
 
     return (
         installed.find,
         readiness.find,
-        where_run.find,
+        tested_paths.find,
         lambda run: files.find(
             run.model,
             run.workload,
