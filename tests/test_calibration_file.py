@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from streamrl.hardware import cost_model
 from streamrl.hardware.calibration_file import (
+    OUTDATED,
     load_calibration,
     named_calibration,
     profile_digest,
 )
+from streamrl.hardware.cost_model import cost_model_digest
 from streamrl.hardware.measured_profile import write_measured
 from streamrl.hardware.profiles import load_model
 from streamrl.report.page.assumptions import assumptions_of
@@ -177,3 +180,37 @@ def test_factors_of_another_profile_are_refused(tmp_path: Path) -> None:
     file.write_text(own + "[overhead]\nseconds = 7.0\n")
     found = named_calibration(run.costs.calibration, run.model)
     assert found == load_calibration(run.costs, run.model) is not None
+
+
+def test_a_calibration_of_another_cost_model_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "calibration.toml"
+    own = f'cost_model = "{cost_model_digest()}"\n' + FACTORS.lstrip()
+    for text, expected in ((FACTORS, 0), (own, 0), ('cost_model = "0000"\n' + FACTORS.lstrip(), 1)):
+        path.write_text(text)
+        caplog.clear()
+        calibration = named_calibration(str(path), small_run().model)
+        assert calibration is not None and calibration.is_outdated == bool(expected)
+        assert [OUTDATED in record.getMessage() for record in caplog.records] == expected * [True]
+        assert (OUTDATED in calibration.describe("train", "h800", str(path))) == bool(expected)
+
+
+def test_the_digest_of_the_cost_model_ignores_comments_and_sees_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, figures = tmp_path / "code", tmp_path / "profiles"
+    code.mkdir()
+    (figures / "gpus").mkdir(parents=True)
+    monkeypatch.setattr(cost_model, "CODE", (code,))
+    monkeypatch.setattr(cost_model, "PROFILES", figures)
+
+    def digest(program: str, figure: str) -> str:
+        (code / "a.py").write_text(program)
+        (figures / "gpus" / "a.toml").write_text(figure)
+        return cost_model.cost_model_digest.__wrapped__()
+
+    first = digest('"""What it does."""\nTIME = 1.0\n', "flops = 1\n")
+    assert digest("TIME = 1.0  # seconds\n", "flops = 1\n") == first
+    assert digest("TIME = 2.0\n", "flops = 1\n") != first
+    assert digest("TIME = 1.0\n", "flops = 2\n") != first

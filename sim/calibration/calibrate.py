@@ -30,6 +30,7 @@ from streamrl.hardware.calibration_file import (
     profile_digest,
     write_calibration,
 )
+from streamrl.hardware.cost_model import cost_model_digest
 from streamrl.hardware.profiles import load_model
 from streamrl.logs.measured_steps import (
     MeasuredStep,
@@ -556,6 +557,7 @@ def _empty(
         model=load_model(model).name,
         system=system,
         profile=profile_digest(profile),
+        cost_model=cost_model_digest(),
         fitted_steps=(numbers[0], numbers[used.fitted - 1]),
         held_out_steps=(rest[0], rest[-1]) if rest else None,
     )

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.hardware.calibration_file import named_calibration
+from streamrl.hardware.cost_model import cost_model_digest
 from streamrl.hardware.hugging_face import read_positions, weight_problems
 from streamrl.record.assumed import assumed_of_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.findings import Finding, Level
 from streamrl.runfile.reading import read_json
 from streamrl.runfile.workload_config import WorkloadConfig
@@ -42,6 +45,18 @@ def find(
             Path(costs.calibration),
             "streamrl calibrate RUN.toml MEASURED -o CALIBRATION.toml writes one",
         )
+        yield from _find_outdated(costs.calibration, model)
+
+
+def _find_outdated(named: str, model: ModelConfig) -> Iterator[Finding]:
+    """Warn of a calibration whose factors belong to another version of the cost model."""
+    try:
+        calibration = named_calibration(named, model)
+    except RunError:
+        return  # it is missing, or simulations refuse it
+    if calibration is not None and calibration.is_outdated:
+        text = f"costs.calibration: {named} was fitted with cost model {calibration.cost_model}, and this one is {cost_model_digest()}"
+        yield _finding("warning", "costs.calibration", text, "run `streamrl calibrate` again")
 
 
 def _find_model(model: ModelConfig, max_prompt_tokens: int, longest: int) -> Iterator[Finding]:

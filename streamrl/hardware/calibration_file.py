@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import logging
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -16,16 +17,21 @@ from typing import Any, Literal, get_args
 import msgspec
 import tomli_w
 
+from streamrl.hardware.cost_model import cost_model_digest
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import load_model, read_profile
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.errors import RunError
 
+logger = logging.getLogger(__name__)
+
 StageName = Literal["generation", "score", "train", "sync"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 """Stages that have a factor. "score" is forward passes before training, and "sync" is push and load."""
 SECTION = "costs.calibration"
+OUTDATED = "the cost model has changed since; run `streamrl calibrate` again"
+"""Said of a calibration whose factors belong to other seconds."""
 
 
 class StageErrors(ProfileTable, frozen=True, kw_only=True):
@@ -78,6 +84,8 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
     profile: str | None = None
     """Digest of the `costs.profile` for whose seconds the factors were fitted; "none" without a profile. Absent in files
     of earlier versions of this program."""
+    cost_model: str | None = None
+    """`cost_model_digest` of the program that fitted the factors; None in files of earlier versions."""
     fitted_steps: tuple[int, int] | None = None
     """First and last step that it was fitted to."""
     held_out_steps: tuple[int, int] | None = None
@@ -101,6 +109,11 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
         factor: StageFactor | None = getattr(self, name)
         return factor
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the factors were fitted to the seconds of another version of the cost model."""
+        return self.cost_model is not None and self.cost_model != cost_model_digest()
+
     def factor(self, name: StageName, gpu: str) -> float:
         """Return the factor of a stage on a GPU; 1 if it has none."""
         own = self.stage(name)
@@ -117,9 +130,8 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
         if own.gpu != gpu:
             return f"{path}: {name} was calibrated on {own.gpu}, so {gpu} is as the profiles say"
         within = "" if own.interval is None else " ({:.3g} to {:.3g})".format(*own.interval)
-        return (
-            f"{path}: {name} at {own.factor:.3g}{within} of the profiles' speed, from {self.source}"
-        )
+        old = f"; {OUTDATED}" if self.is_outdated else ""
+        return f"{path}: {name} at {own.factor:.3g}{within} of the profiles' speed, from {self.source}{old}"
 
 
 def load_calibration(costs: CostsConfig, model: ModelConfig) -> Calibration | None:
@@ -215,4 +227,7 @@ def _digest(path: Path, changed_at: int, size: int) -> str:
 @cache
 def _read(path: Path, changed_at: int, size: int) -> Calibration:
     """Return the calibration in a file. It is read once for all plans of a search, and again after a change."""
-    return read_profile(path, Calibration)
+    calibration = read_profile(path, Calibration)
+    if calibration.is_outdated:
+        logger.warning("%s %s: %s", SECTION, path, OUTDATED)
+    return calibration
