@@ -15,6 +15,8 @@ Layouts of the sample need reading, because its converter multiplied degrees twi
 | TP = n, DP = n, experts 1 x n x n        | the same; the same point is published so in another file    |
 | DP = n x n, experts n x n                | n attention ranks that share the experts                    |
 | TP without a layout that adds up         | left out (whole racks that the sample counts as one worker) |
+| TP n of an expert in fp8, whose part is  | whole experts on n ranks: engines refuse such parts, and InferenceX |
+| no multiple of the blocks of 128 rows    | then enables expert parallelism (its pull request 869)      |
 
 A disaggregated point without its number of decode workers takes the layout of the same measurement in
 another file of the sample, where there is one (same GPU, load and time to all digits). Otherwise the number of
@@ -29,7 +31,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from streamrl.hardware.profiles import PROFILES
+from streamrl.hardware.profiles import PROFILES, load_model
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.sim.fidelity.served import COLUMNS, ServedPoint
 
 OUT = PROFILES / "published" / "served_points.csv"
@@ -103,6 +106,8 @@ def _point(line: dict[str, Any], known: dict[tuple[str, ...], dict[str, Any]]) -
     least, most = _running(line, layout)
     dtype = _dtype(line, model)
     has_blocks = model in BLOCKS or "block" in str(line["gemm_quant_mode"])
+    if layout is not None and dtype == "fp8" and has_blocks:
+        layout = with_whole_blocks(layout, model)
     is_fixed = FIXED in str(line["silicon_data_source"])
     share = 1.0 if is_fixed else MEAN_SHARE
     return ServedPoint(
@@ -154,6 +159,21 @@ def layout_of(line: dict[str, Any], side: str) -> Layout | None:
     return Layout(tensor, data, whole)
 
 
+def with_whole_blocks(layout: Layout, model: str) -> Layout:
+    """Return the layout that an engine can load: experts stay whole if their parts would cut a block of scales.
+
+    vLLM: "output_size is not divisible by weight quantization block_n" (fp8.py); its recipe for MiniMax-M2
+    says that TP8 needs expert parallelism (vllm-project/recipes pull request 96).
+    """
+    experts = load_model(ModelConfig(name=model)).experts
+    ranks = layout.tensor * layout.data
+    if experts is None or experts.intermediate_size % (ranks // layout.experts * BLOCK) == 0:
+        return layout
+    return layout._replace(experts=ranks)
+
+
+BLOCK = 128
+"""Rows and columns of weights in fp8 that share a scale."""
 MIXTURES = ("DeepSeek", "MiniMax", "gpt-oss", "235B", "397B", "Kimi", "GLM")
 
 

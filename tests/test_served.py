@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.derive_served import Layout, layout_of
+from benchmarks.derive_served import Layout, layout_of, with_whole_blocks
 from streamrl.sim.fidelity.published_rows import Row, grouped, summarise
 from streamrl.sim.fidelity.served import (
     ServedPoint,
+    coverage,
     covered,
     known_rows,
     others_predictions,
@@ -18,6 +19,7 @@ from streamrl.sim.fidelity.served import (
     predict_range,
     range_rows,
     read_served,
+    share_of_peak,
     workers,
 )
 
@@ -84,6 +86,22 @@ def test_degrees_that_the_sample_multiplied_twice_are_read(
     names = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
     line = {f"{side}{name}": str(value) for name, value in zip(names, degrees, strict=True)}
     assert layout_of({**line, "model_path": "deepseek-ai/DeepSeek-R1"}, side) == layout
+
+
+def test_experts_stay_whole_where_their_parts_would_cut_a_block_of_scales() -> None:
+    assert with_whole_blocks(Layout(8, 1, 1), "minimax-m2.7") == Layout(8, 1, 8)
+    assert with_whole_blocks(Layout(4, 1, 1), "minimax-m2.7") == Layout(4, 1, 1)
+    assert with_whole_blocks(Layout(8, 1, 1), "qwen3-32b") == Layout(8, 1, 1)
+
+
+def test_a_point_that_no_gpu_can_compute_has_no_prediction() -> None:
+    some = point(is_split=False, least_running=64.0, most_running=64.0)
+    assert share_of_peak(some) < 1
+    faster = msgspec.structs.replace(some, tpot=some.tpot * share_of_peak(some) / 2)
+    assert share_of_peak(faster) == pytest.approx(2)
+    found = coverage()
+    assert found.above_peak > 0
+    assert found.points == found.covered + found.without_layout + found.above_peak
 
 
 def test_requests_of_equal_length_wait_for_half_of_the_prompts_where_prefill_has_its_own_steps() -> (

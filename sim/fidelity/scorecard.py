@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import exp
@@ -14,6 +13,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 
+from streamrl.hardware.cost_model import cost_model_digest
 from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.step_errors import StepErrors
 from streamrl.record.band import model_error_of
@@ -32,7 +32,7 @@ from streamrl.sim.fidelity.published_rows import (
     summarise,
 )
 from streamrl.sim.fidelity.ratios import PAIRS, wrong_modes
-from streamrl.sim.fidelity.served import covered, read_served
+from streamrl.sim.fidelity.served import coverage
 
 HISTORY = "fidelity-history.csv"
 STRANGERS = scaled_errors()
@@ -66,7 +66,7 @@ BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 """Marks of a page around the scorecard, which `streamrl validate --output docs` writes."""
 NOTES = {
     "served": "One line in the sample of AIConfigurator is one point; one line in seven repeats a measurement of another file. "
-    f"{len(covered())} of its {len(read_served())} points have a prediction: the layout of the others is unknown. The last column has the "
+    f"{coverage().text} The last column has the "
     "median errors of AIConfigurator 0.12.0 for the same points, and their number if it predicts fewer.",
     "served-ranges": "The sample does not state the number of decode workers, whether GPUs are tensor or attention ranks, or whether draft "
     "tokens were used. A point is the range over all of them, and its error is that of the geometric middle. "
@@ -139,6 +139,11 @@ LIMITS = (
     "GPUs without tables (AMD, TPU, L4, RTX 4090, A6000) take the seconds of measured GPUs, in proportion to datasheets. Measured GPUs "
     f"whose tables were hidden were off by {STRANGERS.decode.median * 100:.0f} % in median and {STRANGERS.decode.p90 * 100:.0f} % at p90 in decode steps, "
     f"{STRANGERS.training.median * 100:.0f} % and {STRANGERS.training.p90 * 100:.0f} % in training steps (costs.md).",
+    "Served points: MiniMax on vLLM is 11 % too fast. Its norm covers the heads of all tensor ranks, which takes small kernels and a further "
+    "all-reduce in each layer; every release of vLLM from 0.16 to 0.19 made it faster, and only the all-reduce counts here. gpt-oss on B200 "
+    "is 14 % too slow with TensorRT-LLM, and 16 % too fast with vLLM. Ten points of Llama-3.1-8B in fp8 with vLLM 0.12 on H200 are two to "
+    "four times as fast as predicted: they use 20 to 105 % of the peak with one prompt for 100 tokens, so prompts were probably cached.",
+    "Served points: all requests count as running. In 13 of the points with known inputs they wait for their first token over half of the time.",
     "A run file cannot describe critics or reward models of another size than the actor, or rollout engines of mixed degrees.",
     "Steps without published output lengths are left out, except those of verl on H20: their mean was inferred from the log-prob "
     "passes, so all their stages count as fitted.",
@@ -255,8 +260,9 @@ def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page must have the lines {BEGIN} and {END}")
+    covers = ("", coverage().text) if "served" in sets else ()
     told = ("", *_modes(sets["ratios"])) if "ratios" in sets else ()
-    return "\n".join([before + begin, *scorecard(sets), *told, "", end + after])
+    return "\n".join([before + begin, *scorecard(sets), *covers, *told, "", end + after])
 
 
 def _modes(ratios: Sequence[Row]) -> Iterator[str]:
@@ -272,7 +278,10 @@ def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """Yield the scorecard, how to read it, and how bands are made."""
     if not sets:
         return
-    yield from ("", *scorecard(sets), "", *HOW_TO_READ)
+    yield from ("", *scorecard(sets))
+    if "served" in sets:
+        yield from ("", coverage().text)
+    yield from ("", *HOW_TO_READ)
     rows, banded = _banded(sets)
     if banded:
         yield from ("", "## Bands: the one error of a step", "", *_bands(rows, banded))
@@ -338,21 +347,27 @@ def _figures(found: Summary) -> str:
 
 
 def stamp() -> str:
-    """Return the version, commit and date of the code."""
-    return f"streamrl {version('streamrl')}, commit {_commit()}, {datetime.date.today()}"
+    """Return the version of the program, the digest of its cost model, and the date."""
+    return (
+        f"streamrl {version('streamrl')}, cost model {cost_model_digest()}, {datetime.date.today()}"
+    )
 
 
 def write_history(
     sets: Mapping[str, Sequence[Row]], paper: Mapping[str, float], path: Path
 ) -> None:
-    """Append a line with the errors of this version, or replace the line of this commit.
+    """Append a line with the errors of this version, or replace the line of this cost model.
 
     Args:
         sets: published rows by name.
         paper: mean error by figure of the paper.
         path: the table.
     """
-    line = {"date": str(datetime.date.today()), "commit": _commit(), "version": version("streamrl")}
+    line = {
+        "date": str(datetime.date.today()),
+        "cost_model": cost_model_digest(),
+        "version": version("streamrl"),
+    }
     for name, rows in sets.items():
         found = summarise(rows)
         line |= {f"{name}_median": f"{found.median:.4f}", f"{name}_p90": f"{found.p90:.4f}"}
@@ -361,21 +376,14 @@ def write_history(
     lines = []
     if path.is_file():
         with path.open(encoding="utf-8") as file:
-            lines = [one for one in csv.DictReader(file) if one["commit"] != line["commit"]]
+            lines = [
+                one for one in csv.DictReader(file) if one.get("cost_model") != line["cost_model"]
+            ]
     names = list(dict.fromkeys(key for one in (*lines, line) for key in one))
     with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, names, lineterminator="\n")
         table.writeheader()
         table.writerows([*lines, line])
-
-
-def _commit() -> str:
-    """Return the current commit; "unknown" outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _is_shown(name: str, row: Row) -> bool:

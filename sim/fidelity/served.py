@@ -214,9 +214,51 @@ def _pool(gpu: str) -> PoolConfig:
 # Rows ---------------------------------------------------------------------------------------------
 
 
-def covered() -> list[ServedPoint]:
-    """Return the points that have a prediction: their layout is known."""
-    return [point for point in read_served() if point.tensor_parallel]
+class Coverage(NamedTuple):
+    """How many points of the sample have a prediction, and why the others have none."""
+
+    points: int
+    covered: int
+    without_layout: int
+    """Points whose degrees of parallelism do not add up."""
+    above_peak: int
+    """Points whose tokens need more products than their GPUs can compute, so an input is not as stated."""
+
+    @property
+    def text(self) -> str:
+        """Return the coverage in a sentence."""
+        return (
+            f"{self.covered} of {self.points} served points ({self.covered / self.points:.0%}) have a prediction. The layout of "
+            f"{self.without_layout} is unknown, and {self.above_peak} need more products than the peak of their GPUs."
+        )
+
+
+@cache
+def covered() -> tuple[ServedPoint, ...]:
+    """Return the points that have a prediction: their layout is known, and their GPUs can do the work."""
+    laid_out = (point for point in read_served() if point.tensor_parallel)
+    return tuple(point for point in laid_out if share_of_peak(point) <= 1)
+
+
+def coverage() -> Coverage:
+    """Count the points with a prediction, and those without."""
+    points = read_served()
+    laid_out = sum(point.tensor_parallel > 0 for point in points)
+    able = len(covered())
+    return Coverage(len(points), able, len(points) - laid_out, laid_out - able)
+
+
+def share_of_peak(point: ServedPoint) -> float:
+    """Return the least products of a point, relative to the highest peak of its GPUs' datasheet.
+
+    Only products with weights count, of a generated token and of its share of a prompt. Attention is left out.
+    """
+    model, gpu = load_model(ModelConfig(name=point.model)), load_gpu(point.gpu)
+    prompts = 0.0 if point.is_split else point.prompt / point.output
+    weights = model.num_active_parameters - model.num_embedding_parameters
+    products = 2 * weights * point.least_running * (1 + prompts)
+    gpus = point.tensor_parallel * point.data_parallel
+    return products / (1e-3 * point.tpot * gpus * max(gpu.flops.values()))
 
 
 def known_rows() -> list[Row]:
