@@ -18,8 +18,9 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import change_run, load_run, make_run, write_run
 from streamrl.runfile.findings import value_of
-from streamrl.runfile.frameworks import load_framework, load_usual
-from streamrl.runfile.simulation_config import FrameworkName
+from streamrl.runfile.frameworks import load_framework, load_usual, returns_log_probs
+from streamrl.runfile.keys import override
+from streamrl.runfile.simulation_config import FrameworkConfig, FrameworkName
 from streamrl.sim.costs.corrections import (
     Corrections,
     StatedTime,
@@ -54,6 +55,66 @@ def of_framework(name: str, changes: dict[str, Any] | None = None) -> Run:
             del table["framework"][key]
     table["framework"]["name"] = name
     return make_run(table)
+
+
+# Releases -----------------------------------------------------------------------------------------
+
+
+def test_a_release_fills_in_its_own_values_and_the_file_keeps_the_release(tmp_path: Path) -> None:
+    plain, newer = of_framework("nemo-rl"), of_framework("nemo-rl", {"framework.version": "0.7.1"})
+    assert (plain.algorithm.old_log_probs, plain.costs.engine) == ("trainer", "vllm-0.11")
+    assert (newer.algorithm.old_log_probs, newer.costs.engine) == ("engine", "vllm-0.19")
+    assert newer.rollout.memory_utilization == plain.rollout.memory_utilization == 0.6
+    write_run(newer, tmp_path / "run.toml")
+    text = (tmp_path / "run.toml").read_text()
+    assert 'version = "0.7.1"' in text and "old_log_probs" not in text
+    assert any(
+        "release 0.7 ships vLLM 0.20.0" in told for told in framework_sources(resolve(newer))
+    )
+    stated = of_framework("nemo-rl", {"framework.version": "0.7", "costs.engine": "vllm-0.11"})
+    assert stated.costs.engine == "vllm-0.11"
+
+
+def test_a_release_that_holds_for_one_back_end_leaves_the_others_as_they_are() -> None:
+    for zero, packing in ((3, "padded"), (1, "packed")):
+        run = of_framework("verl", {"framework.version": "0.5", "trainer.zero": zero})
+        assert run.trainer.packing == packing
+    for version, returned in (("0.5", False), ("0.9", True), (None, True)):
+        config = FrameworkConfig(name="verl", version=version)
+        changes = {"algorithm.old_log_probs": "trainer", "algorithm.correction": "none"}
+        assert returns_log_probs(config, small_run(changes).algorithm) == returned
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"framework.name": "verl", "framework.version": "1.5"}, "0.5, 0.6, 0.7, 0.8, 0.9 of verl"),
+        ({"framework.name": "miles", "framework.version": "1"}, "no release is known of miles"),
+        ({"framework.version": "0.7"}, "no framework is named; set framework.name"),
+    ],
+)
+def test_an_unknown_release_is_refused_with_the_known_ones(
+    changes: dict[str, str], told: str
+) -> None:
+    with pytest.raises(RunError, match=told):
+        small_run(changes)
+
+
+def test_a_version_on_the_command_line_is_a_text() -> None:
+    table: dict[str, Any] = {}
+    override(table, "framework.version=0.10")
+    override(table, 'costs.engine_version="0.9"')
+    assert table == {"framework": {"version": "0.10"}, "costs": {"engine_version": "0.9"}}
+
+
+def test_the_page_lists_every_release() -> None:
+    page = Path("docs/frameworks.md").read_text()
+    page = page[page.index("## Plan for the release") : page.index("## Export launch")]
+    for name in NAMES:
+        for release in load_framework(name).releases:
+            assert f" {release.version}" in page
+            for setting in release.settings:
+                assert f"`{setting.key}" in page
 
 
 # The files ----------------------------------------------------------------------------------------

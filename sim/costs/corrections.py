@@ -165,6 +165,9 @@ def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
     if framework is None:
         return
     yield f"{framework.head}: {FOLDER}/{framework.name}.toml"
+    if (release := framework.release_of(run.framework.version)) is not None:
+        ships = f" ships {release.ships}" if release.ships else ""
+        yield f"run file: framework.version = {run.framework.version}: release {release.version}{ships}"
     for setting, own in settings_of(run):
         if own == setting.value:
             yield f"framework {framework.name} has {setting.key} = {own}: {setting.source}"

@@ -273,7 +273,7 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
     """
     _check(resolved)
     run, replica = resolved.run, resolved.replica
-    has_log_probs = returns_log_probs(run.framework.name, run.algorithm)
+    has_log_probs = returns_log_probs(run.framework, run.algorithm)
     decode, prefill = _compose_replica(replica, run.costs, has_log_probs)
     training, sync = TrainingCosts.load(resolved), sync_costs(resolved)
     rewards = reward_costs(resolved.reward, run.costs)

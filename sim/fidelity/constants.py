@@ -47,8 +47,10 @@ ASIDE = (
     "other_versions",
     "without",
     "triton_without",
+    "releases",
 )
-"""Begins of keys that are no constants: errors, spreads, and the constants of fits without a model."""
+"""Begins of keys that are no constants: errors, spreads, the constants of fits without a model, and the
+defaults of releases, which docs/frameworks.md lists."""
 SHIFT, MOVED = 1.2, 0.005
 """A row supports a constant if 20 % more of it move the prediction of the row by at least half a percent."""
 ROWS_OF_SOURCE = 8

@@ -19,6 +19,7 @@ import msgspec
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.dispatch_choice import DispatchName
+from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.findings import value_of
 from streamrl.runfile.keys import full_key, place_of
 from streamrl.runfile.plan_config import framework_of_target
@@ -31,7 +32,7 @@ from streamrl.runfile.policies_config import (
 from streamrl.runfile.profile_folder import PROFILES
 from streamrl.runfile.reading import read_toml
 from streamrl.runfile.roles_config import Sharding, TrainerConfig
-from streamrl.runfile.simulation_config import FrameworkName
+from streamrl.runfile.simulation_config import FrameworkConfig, FrameworkName
 from streamrl.runfile.units import Bandwidth, Duration, read_quantity
 
 FRAMEWORKS = PROFILES / "frameworks"
@@ -71,6 +72,23 @@ class Setting(_Table, frozen=True, kw_only=True):
         return all(value_at(key) in values for key, values in self.where.items()) and not any(
             value_at(key) in values for key, values in self.unless.items()
         )
+
+
+class Release(_Table, frozen=True, kw_only=True):
+    """What a release of a framework has that differs from the commit that was read."""
+
+    version: str
+    """Its number without the last digits: "0.6" is 0.6.0 and 0.6.1."""
+    ships: str = ""
+    """The inference engine that it installs, and what else is known of it."""
+    settings: list[Setting] = []
+    """Keys with other values. A key of the framework that no setting of the release sets stays."""
+    returns_log_probs: bool | None = None
+    """Whether its inference engine returns all log-probabilities; None: as at the commit."""
+
+    def is_of(self, version: str) -> bool:
+        """Whether a version belongs to this release."""
+        return f"{version}.".startswith(f"{self.version}.")
 
 
 class ExtraPass(_Table, frozen=True, kw_only=True):
@@ -183,6 +201,7 @@ class Framework(_Table, frozen=True, kw_only=True):
     version: str
     licence: str
     settings: list[Setting] = []
+    releases: list[Release] = []
     passes: list[ExtraPass] = []
     engine_log_probs: EngineLogProbs | None = None
     """None if the engine returns log-probabilities only where the loss reads them."""
@@ -207,6 +226,24 @@ class Framework(_Table, frozen=True, kw_only=True):
         """Return the name, version and commit of the framework."""
         place = f"{self.source} {self.commit[:7]}".strip()
         return f"framework {self.name}, {self.version} ({place})"
+
+    def release_of(self, version: str | None) -> Release | None:
+        """Return the release of a version; None without a version, or if the release is unknown."""
+        if version is None:
+            return None
+        return next((each for each in self.releases if each.is_of(version)), None)
+
+    def settings_of(self, version: str | None) -> list[Setting]:
+        """Return the settings of a version, those of its release first: the first that holds for a key counts."""
+        release = self.release_of(version)
+        return [*(release.settings if release else ()), *self.settings]
+
+    def returns_log_probs(self, version: str | None) -> bool:
+        """Whether the inference engine of a version always returns log-probabilities."""
+        release = self.release_of(version)
+        if release is None or release.returns_log_probs is None:
+            return self.engine_log_probs is not None
+        return release.returns_log_probs
 
     def sync_modes(self, engine: str) -> list[SyncMode]:
         """Return what a sync may send to an inference engine of profiles/engines."""
@@ -288,10 +325,10 @@ def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> b
     return layout is not None and layout.fills_micro_batches and is_packed
 
 
-def returns_log_probs(name: FrameworkName | None, algorithm: AlgorithmConfig) -> bool:
+def returns_log_probs(config: FrameworkConfig, algorithm: AlgorithmConfig) -> bool:
     """Whether the inference engine of a framework returns the log-probability of every token."""
-    framework = framework_of(name)
-    is_always = framework is not None and framework.engine_log_probs is not None
+    framework = framework_of(config.name)
+    is_always = framework is not None and framework.returns_log_probs(config.version)
     return is_always or algorithm.takes_engine_log_probs
 
 
@@ -302,27 +339,52 @@ def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> 
 
 
 def fill_in(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a run file's table with the keys that its framework fills in. The table must have no errors."""
+    """Return a run file's table with the keys that its framework fills in. The table must have no other errors.
+
+    Raises:
+        RunError: `framework.version` is no release of the framework.
+    """
     target = table.get("plan", {}).get("target")
     name = table.get("framework", {}).get("name")
     if name is None and target is not None:
         name = framework_of_target(target)
+    _check_release(name, table.get("framework", {}).get("version"))
     if name is None:
         return table
     filled = copy.deepcopy(table)
     filled.setdefault("framework", {})["name"] = name
-    for setting in load_framework(name).settings:
+    version = filled["framework"].get("version")
+    for setting in load_framework(name).settings_of(version):
         if setting.holds(lambda key: _value_in(filled, key)):
             place, last = _place_in(filled, setting.key)
             place.setdefault(last, setting.value)
     return filled
 
 
+def _check_release(name: FrameworkName | None, version: str | None) -> None:
+    """Raise `RunError` for a version of no framework, or of a release that the framework's profile does not have."""
+    key, framework = "framework.version", framework_of(name)
+    if version is None:
+        return
+    if framework is None:
+        text = f"{key} is {version!r}, but no framework is named; set framework.name"
+        raise RunError(key, version, None, text, ("framework.name",))
+    known = [each.version for each in framework.releases]
+    if framework.release_of(version) is None:
+        told = f"known releases are {', '.join(known)}" if known else "no release is known"
+        text = (
+            f"{key} is {version!r}: {told} of {framework.name}; set one of them, or leave it out for "
+            f"{framework.version}"
+        )
+        raise RunError(key, version, OneOf(known) if known else None, text, ("framework.name",))
+
+
 def settings_of(run: Run) -> Iterator[tuple[Setting, object]]:
     """Yield each key that the framework of a run fills in where it is absent, with the value that the run has."""
-    framework = framework_of(run.framework.name)
-    for setting in () if framework is None else framework.settings:
-        if setting.holds(lambda key: value_of(run, key)):
+    framework, seen = framework_of(run.framework.name), set()
+    for setting in () if framework is None else framework.settings_of(run.framework.version):
+        if setting.key not in seen and setting.holds(lambda key: value_of(run, key)):
+            seen.add(setting.key)
             yield setting, value_of(run, setting.key)
 
 
@@ -331,8 +393,9 @@ def keep_filled_in(run: Run, changed: Run) -> Run:
 
     A key that has what the framework fills in is taken for filled in.
     """
-    framework = framework_of(run.framework.name)
-    for key in {setting.key for setting in framework.settings} if framework else ():
+    framework, version = framework_of(run.framework.name), run.framework.version
+    keys = {setting.key for setting in framework.settings_of(version)} if framework else ()
+    for key in keys:
         before, now = (_filled_in(settings_of(each), key) for each in (run, changed))
         if before != now and value_of(run, key) == before:
             section, name = key.split(".")

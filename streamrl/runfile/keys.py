@@ -104,7 +104,13 @@ def override(table: dict[str, Any], change: str) -> None:
     key = name.strip()
     if not separator or not _is_key(key):
         raise RunError(key, change, text=f"--set {shown(change)} must read key=value")
-    set_value(table, key, read_value(text.strip()))
+    value = read_value(text.strip())
+    is_number = key in VERSIONS and not isinstance(value, str)
+    set_value(table, key, text.strip() if is_number else value)
+
+
+VERSIONS = ("costs.engine_version", "framework.version")
+"""Keys whose text may read like a number: 0.10 is another version than 0.1."""
 
 
 def set_value(table: dict[str, Any], key: str, value: object) -> None:

@@ -33,6 +33,10 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     profiles/frameworks/NAME.toml: passes, optimizer steps, weight sync, engine and seconds.
     `plan` then searches only what that framework supports.
     """
+    version: str | None = None
+    """Release of the framework, such as "0.7". Its own values of keys then replace those of the
+    commit that was read (docs/frameworks.md lists the releases). Absent: that commit.
+    """
     optimizer_steps: int = 1
     """Optimizer steps per batch. Each one drains the pipeline and waits for the slowest rank.
     Executed, with the torch backend: each step takes an equal number of rollouts as they arrive,
