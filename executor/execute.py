@@ -25,14 +25,14 @@ from msgspec.structs import replace
 from streamrl.engine.messages import Event
 from streamrl.engine.state import State
 from streamrl.engine.systems import build_dispatch, build_engine
-from streamrl.engine.trace import Trace, read_trace
+from streamrl.engine.trace import Entry, Trace, read_trace
 from streamrl.engine.world import RunInterruptedError
 from streamrl.executor.checksums import find_damage
 from streamrl.executor.chosen_classes import check_chosen_classes
 from streamrl.executor.directory_lock import readable_by
 from streamrl.executor.launchers.placement import PlacedRoles, claim_gpus
 from streamrl.executor.monitoring import MODULES, LiveTrace
-from streamrl.executor.run_guard import RunGuard
+from streamrl.executor.run_guard import PlannedStep, RunGuard, StageWatch
 from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import (
     check_prompts,
@@ -255,10 +255,10 @@ def execute(
     watch: Watch = lambda event, state, now: None,
     how_to_resume: str = "streamrl execute RUN.toml --resume",
     take: Take = lambda line: None,
-    planned_step_time: float | None = None,
+    planned: PlannedStep | None = None,
 ) -> Trace:
     """Execute a run and return its trace; see `carry_out`."""
-    carry_out(run, resume, watch, how_to_resume, take, planned_step_time)
+    carry_out(run, resume, watch, how_to_resume, take, planned)
     return read_trace(Path(run.execute.output) / TRACE)
 
 
@@ -268,7 +268,7 @@ def carry_out(
     watch: Watch = lambda event, state, now: None,
     how_to_resume: str = "streamrl execute RUN.toml --resume",
     take: Take = lambda line: None,
-    planned_step_time: float | None = None,
+    planned: PlannedStep | None = None,
 ) -> None:
     """Execute a run; a signal ends it within `execute.grace` and eight seconds. Without steps it only evaluates.
 
@@ -289,9 +289,7 @@ def carry_out(
     files = readable_by(run.execute.readers, Path(run.execute.output))
     with files, joined(PlacedRoles.of(run)), Interruption() as interruption:
         try:
-            asyncio.run(
-                _execute(run, resume, watch, how_to_resume, take, interruption, planned_step_time)
-            )
+            asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption, planned))
         except RuntimeError:
             if interruption.signal is None:
                 raise
@@ -339,6 +337,11 @@ def price_local_cores_at_zero(cluster: ClusterConfig) -> ClusterConfig:
     return replace(cluster, pools=pools)
 
 
+def _tell(listeners: Sequence[Callable[[Entry], None]], entry: Entry) -> None:
+    for listen in listeners:
+        listen(entry)
+
+
 async def _execute(
     run: Run,
     resume: bool,
@@ -346,14 +349,14 @@ async def _execute(
     how_to_resume: str,
     take: Take,
     interruption: Interruption,
-    planned_step_time: float | None,
+    planned: PlannedStep | None,
 ) -> None:
     from streamrl.executor.record import RunDirectory
     from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 
     path = Path(run.execute.output)
     dollars = PaidGpus.of(run).dollars_per_second
-    guard = RunGuard(run.execute, run.algorithm.steps, dollars, planned_step_time)
+    guard = RunGuard(run.execute, run.algorithm.steps, dollars, planned)
 
     def take_both(line: Mapping[str, object]) -> None:
         take(line)
@@ -442,12 +445,15 @@ async def _execute_in(
         token_directory(run.execute, is_resumed=resume) as tokens,
         contextlib.ExitStack() as open_files,
     ):
-        listen = None
+        listeners: list[Callable[[Entry], None]] = []
+        if guard.stages:
+            header = Trace(run, "real", {}, decode=decode)
+            listeners.append(StageWatch(header, guard.stages).take)
         if run.execute.live_trace:
             full = FullBatches(decode, run.rollout.kinds, run.rollouts_per_prompt)
             reader = ChromeReader(full, run.followers, run.verifier)
             live = LiveTrace(directory.path, reader)
-            listen = open_files.enter_context(contextlib.closing(live)).take
+            listeners.append(open_files.enter_context(contextlib.closing(live)).take)
         if tokens is not None:
             forget_other_samples(directory, tokens)
             forget_lost_episodes(run.environment, tokens)
@@ -482,7 +488,7 @@ async def _execute_in(
                 decode=decode,
                 leg=directory.leg,
                 run_id=directory.run_id,
-                tell=listen,
+                tell=partial(_tell, listeners) if listeners else None,
             ),
             build_engine(run),
             launcher,

@@ -1,6 +1,7 @@
 """Guard a run: project its end, stop it before its deadline or budget is exceeded, and say if it cannot learn.
 
-`RunGuard.take` gets each line of metrics.jsonl. `RunGuard.reason` is asked every second.
+`RunGuard.take` gets each line of metrics.jsonl. `RunGuard.reason` is asked every second. `StageWatch.take` gets each entry
+of the trace, if a plan says what each stage should take.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+from streamrl.engine.messages import Stepped
+from streamrl.engine.trace import Entry, Trace
+from streamrl.engine.trainer_side import LEADER
+from streamrl.record.attribution import AttributionReader
+from streamrl.record.step_stages import stage_seconds
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.formatting import format_dollars, format_duration
 
@@ -21,6 +27,18 @@ FEW_STEPS = 5
 CLOSE_TIME = 8.0
 """Seconds that processes take to end after `execute.grace`; see `LAST_TIME` in `execute.py`."""
 
+CLOSE = 0.1
+"""A stage that is off by less than this share of the planned step is as planned."""
+
+
+class PlannedStep(NamedTuple):
+    """What a plan says of a step."""
+
+    step_time: float
+    """Seconds of a mean step."""
+    stages: Mapping[str, float] = {}
+    """Seconds of a mean step in each stage, as `stage_seconds` returns them."""
+
 
 class RunGuard:
     """Watches the steps, the time and the cost of one start of a run."""
@@ -30,11 +48,13 @@ class RunGuard:
         execute: ExecuteConfig,
         num_steps: int,
         dollars: float,
-        planned_step_time: float | None = None,
+        planned: PlannedStep | None = None,
     ) -> None:
-        """Take the limits, the steps of the whole run, the cost in dollars per second, and the planned seconds of a step."""
+        """Take the limits, the steps of the whole run, the cost in dollars per second, and what was planned."""
         self._execute = execute
-        self._planned = planned_step_time
+        self._planned = None if planned is None else planned.step_time
+        self.stages: Mapping[str, float] = {} if planned is None else planned.stages
+        """Planned seconds of each stage; empty without a plan."""
         self._num_steps = num_steps
         self._dollars = dollars
         self._learning = LearningWatch()
@@ -97,6 +117,55 @@ class RunGuard:
     def end(self) -> None:
         """Say at the end if the run could not learn."""
         self._learning.end()
+
+
+class StageWatch:
+    """Says after a few steps which stage of a step deviates from its planned seconds."""
+
+    def __init__(self, header: Trace, planned: Mapping[str, float]) -> None:
+        """Take a trace of the run without entries, and the planned seconds of each stage."""
+        self._reader: AttributionReader | None = AttributionReader(header)
+        self._secondary = [follower.name for follower in header.run.followers]
+        self._planned = planned
+        self._block: list[Entry] = []
+        self._stepped_at: list[float] = []
+
+    def take(self, entry: Entry) -> None:
+        """Read an entry of the trace, as it happens."""
+        if self._reader is None:
+            return
+        self._block.append(entry)
+        if not isinstance(entry.event, Stepped) or entry.event.trainer != LEADER:
+            return
+        self._stepped_at.append(entry.time)
+        self._reader.mark([entry.time])
+        self._reader.read(self._block)
+        self._block = []
+        if len(self._stepped_at) == FEW_STEPS:
+            self._reader.finish()
+            # What runs beside the newest step is known only once it ends. The first step has the start of processes.
+            first, last = self._stepped_at[0], self._stepped_at[-2]
+            step_time = (last - first) / (FEW_STEPS - 2)
+            shares = self._reader.between(first, last)
+            self._reader = None
+            measured = stage_seconds(shares, step_time, self._secondary)
+            logger.info(compare_stages(measured, self._planned))
+
+
+def compare_stages(measured: Mapping[str, float], planned: Mapping[str, float]) -> str:
+    """Return the seconds of each stage beside the planned ones, and the stage that deviates most."""
+    parts, off = [], {}
+    for stage in dict.fromkeys([*planned, *measured]):
+        own, wanted = measured.get(stage, 0.0), planned.get(stage, 0.0)
+        beside = f"{own / wanted - 1:+.0%} against {format_duration(wanted)}" if wanted else ""
+        parts.append(f"{stage} {format_duration(own)} ({beside or 'not planned'})")
+        off[stage] = own - wanted
+    text = f"stages of a step, against the plan: {', '.join(parts)}"
+    most = max(off, key=lambda stage: abs(off[stage]))
+    if abs(off[most]) <= CLOSE * sum(planned.values()):
+        return f"{text}; no stage deviates by more than {CLOSE:.0%} of a step"
+    sign = "longer" if off[most] > 0 else "shorter"
+    return f"{text}; {most} deviates most: {format_duration(abs(off[most]))} {sign} in each step"
 
 
 class LearningWatch:

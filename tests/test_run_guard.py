@@ -9,11 +9,23 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.run_guard import FEW_STEPS, LearningWatch, RunGuard
+from streamrl.engine.messages import Stepped
+from streamrl.engine.trace import Trace
+from streamrl.executor.run_guard import (
+    FEW_STEPS,
+    LearningWatch,
+    PlannedStep,
+    RunGuard,
+    StageWatch,
+    compare_stages,
+)
+from streamrl.record.attribution import attribute_sides
 from streamrl.record.charges import PaidGpus
+from streamrl.record.metrics import measure
+from streamrl.record.step_stages import stage_seconds
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.units import Duration
-from tests.runs import small_run
+from tests.runs import checked_world, small_run
 from tests.scripted import make_world
 from tests.test_execute import real_run
 
@@ -60,12 +72,43 @@ def test_the_end_is_projected_after_a_few_steps(caplog: pytest.LogCaptureFixture
 
 
 def test_the_projection_compares_with_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    own = RunGuard(ExecuteConfig(), 100, 0.0, planned_step_time=8.0)
+    own = RunGuard(ExecuteConfig(), 100, 0.0, planned=PlannedStep(8.0))
     with caplog.at_level(logging.INFO):
         for number in range(1, FEW_STEPS + 1):
             own.take(step(number, reward=0.5, uniform_groups=0.0, grad_norm=1.0))
     (line,) = caplog.messages
     assert line == "after 5 steps: 10 s a step (+25% against 8 s planned), 17 min in all"
+
+
+def test_the_stage_that_deviates_most_is_named() -> None:
+    planned = {"generation": 4.0, "train": 2.0}
+    text = compare_stages({"generation": 7.0, "train": 1.8, "sync": 0.1}, planned)
+    assert text == (
+        "stages of a step, against the plan: generation 7 s (+75% against 4 s), train 1.8 s (-10% against 2 s), "
+        "sync 100 ms (not planned); generation deviates most: 3 s longer in each step"
+    )
+    assert compare_stages({"generation": 4.4, "train": 2.0}, planned).endswith(
+        "; no stage deviates by more than 10% of a step"
+    )
+
+
+@pytest.mark.parametrize("system", ["stream-sync", "stream-async", "colocated"])
+def test_the_stages_of_a_run_are_those_of_its_own_simulation(
+    system: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = checked_world(small_run({"policies.system": system, "algorithm.steps": 8})).run()
+    at = [entry.time for entry in trace.entries if isinstance(entry.event, Stepped)]
+    first, last = at[0], at[FEW_STEPS - 2]
+    shares = attribute_sides(trace, (first, last))
+    planned = stage_seconds(shares, (last - first) / (FEW_STEPS - 2))
+    with caplog.at_level(logging.INFO):
+        watch = StageWatch(Trace(trace.run, "real", {}), planned)
+        for entry in trace.entries:
+            watch.take(entry)
+    (line,) = caplog.messages
+    assert line.replace("-0%", "+0%").count("(+0% against ") == len(planned) >= 2
+    assert line.endswith("no stage deviates by more than 10% of a step")
+    assert set(measure(trace).stages) == set(planned)
 
 
 @pytest.mark.parametrize(

@@ -537,6 +537,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     not_varied: dict[str, str] = {}
     """Prices and links whose change cannot change the choice or its objective, each with the reason.
     """
+    stages: dict[str, NotNegative] = {}
+    """Seconds of a mean step of the chosen plan in each stage. `execute` compares them with what it
+    measures. Empty if an earlier version wrote the plan.
+    """
     tiers: dict[str, NotNegative]
     """Share of the chosen plan's seconds by the source of its costs. It includes time spent waiting
     for weights.

@@ -259,6 +259,7 @@ def _plan(
         staleness_model=_staleness_model(
             run.plan.staleness_study, run.algorithm.corrected_by or "none"
         ),
+        stages=metrics.stages,
         tiers=metrics.tiers,
         uncertainty=metrics.uncertainty,
         steps=open_trial(search.base)[0].simulate.max_steps,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec.structs import replace
@@ -41,6 +41,9 @@ from streamrl.report.figures import views_of
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.files import load_run
 from streamrl.runfile.result_files import write_results
+
+if TYPE_CHECKING:
+    from streamrl.executor.run_guard import PlannedStep
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ def execute(
             SafeConsole(stderr=True, quiet=quiet),
         ) as watch:
             how = _how_to_resume(run_file, overrides or ())
-            planned = None if overrides else _planned_step_time(run_file)
+            planned = None if overrides else _planned_step(run_file)
             trace = execute_run(run, resume, watch.see, how, watch.take, planned)
     except RunInterruptedError as error:
         with suppress(OSError):  # the terminal was closed
@@ -142,11 +145,12 @@ def _is_large(output: Path) -> bool:
     return (output / TRACE).stat().st_size > LARGE
 
 
-def _planned_step_time(run_file: Path) -> float | None:
+def _planned_step(run_file: Path) -> PlannedStep | None:
     """Return the planned seconds of a step, if the run file is an unchanged plan.toml beside its plan.json."""
     path = run_file.with_name(PLAN_JSON)
     if not path.is_file():
         return None
+    from streamrl.executor.run_guard import PlannedStep
     from streamrl.sim.planner.plan import read_plan
 
     try:
@@ -154,7 +158,7 @@ def _planned_step_time(run_file: Path) -> float | None:
     except ValueError:  # of another version
         return None
     is_own = plan.run_file == sha256(run_file.read_bytes()).hexdigest()
-    return plan.allocation.step_time if is_own else None
+    return PlannedStep(plan.allocation.step_time, plan.stages) if is_own else None
 
 
 def _how_to_resume(run_file: Path, overrides: Sequence[str]) -> str:

@@ -26,7 +26,8 @@ from streamrl.hardware.step_errors import (
     step_errors,
 )
 from streamrl.hardware.tiers import DATASHEETS, PARTITION, TIERS, Tier, datasheet_share
-from streamrl.record.attribution import SHARED, TRAINER, VERIFIER, SidesAttribution
+from streamrl.record.attribution import SidesAttribution
+from streamrl.record.step_stages import STAGE_OF_OPERATION, stage_shares
 from streamrl.record.uncertainty import MOST_UNMEASURED, OPERATION_OF_ACTIVITY
 from streamrl.runfile.formatting import OptionalInterval, format_share, listing
 from streamrl.runfile.recorded_numbers import NotNegative, Number
@@ -39,12 +40,6 @@ simulation before the run (`make bench-reality`, docs/fidelity.md).
 """
 
 
-STAGE_OF_OPERATION: dict[str, Stage] = {
-    "prefill": "generation",
-    "decode": "generation",
-    "score": "score",
-    "train": "train",
-}
 CostFacts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
 """What costs record in a trace: by operation its shares by tier, and the partition."""
 
@@ -272,23 +267,8 @@ def read_basis(trace: Trace, shares: SidesAttribution) -> StepBasis:
         trace: the trace; only its header is read.
         shares: what its GPU-seconds were used for.
     """
-    aside = {TRAINER, VERIFIER, *(follower.name for follower in trace.run.followers)}
-    replicas = [side for name, side in shares.sides.items() if name not in aside]
-    total = sum(side.gpu_seconds for side in replicas) or 1.0
-    working: dict[Stage, float] = dict.fromkeys(STAGES, 0.0)
-    for side in replicas:
-        part = side.gpu_seconds / total
-        for activity, share in side.busy.items():
-            if (operation := OPERATION_OF_ACTIVITY.get(activity)) is not None:
-                working[STAGE_OF_OPERATION[operation]] += share * part
-        working["generation"] += side.idle.get("skew", 0.0) * part
-        working["sync"] += side.idle.get("sync", 0.0) * part
-    if (shared := shares.sides.get(SHARED)) is not None:
-        working["train"] += shared.idle.get("pipeline", 0.0)
-    training: dict[Stage, float] = {}
-    if SHARED not in shares.sides and (trainer := shares.sides.get(TRAINER)) is not None:
-        busy = trainer.busy
-        training = {"score": busy.get("score", 0.0), "train": busy.get("train", 0.0)}
+    secondary = [follower.name for follower in trace.run.followers]
+    working, training = stage_shares(shares, secondary)
     return basis_of(working, training, trace.facts)
 
 

@@ -48,6 +48,7 @@ from streamrl.record.steady_state import (
     read_steps,
     steady_state_caveats,
 )
+from streamrl.record.step_stages import stage_seconds
 from streamrl.record.uncertainty import (
     OPERATION_OF_ACTIVITY,
     Uncertainty,
@@ -219,6 +220,10 @@ class Metrics(Speed, frozen=True, kw_only=True):
     sides: dict[str, SideMetrics]
     """The same for each side; GPUs shared by replicas and the primary trainer are one side,
     "shared".
+    """
+    stages: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds of a mean step in each stage: generation, score, train, sync. Those of replicas and of
+    the trainer may overlap.
     """
     staleness: dict[int, int]
     """Rollouts in counted steps, by how many versions they were behind when the primary trainer
@@ -407,6 +412,9 @@ def measure_read(
         idle=shares.whole.idle,
         underfilled_from=shares.whole.underfilled_from,
         sides={name: _side(of_side) for name, of_side in shares.sides.items()},
+        stages=stage_seconds(
+            shares, speed.step_time, [follower.name for follower in trace.run.followers]
+        ),
         staleness=dict(sorted(leader.made.staleness(first - 1, last).items())),
         rewards=leader.made.rewards.tolist(),
         dropped=dict(leader.lost),

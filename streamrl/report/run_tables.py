@@ -264,6 +264,7 @@ def compare(predicted: Metrics, measured: Metrics) -> dict[str, object]:
     figures["notes"] = {"predicted": predicted.note, "measured": measured.note}
     figures["busy"] = _share_deviations(*_comparable(predicted, measured))
     figures["idle"] = _share_deviations(predicted.idle, measured.idle)
+    figures["stages"] = {"predicted": predicted.stages, "measured": measured.stages}
     figures["staleness"] = {"predicted": predicted.staleness, "measured": measured.staleness}
     figures["wasted"] = {"predicted": predicted.wasted, "measured": measured.wasted}
     figures["tiers"] = {"predicted": predicted.tiers, "measured": measured.tiers}
