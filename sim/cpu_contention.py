@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Protocol
 
 import simpy
+from simpy.events import NORMAL
 
 from streamrl.sim.costs.cpu_contention import ALONE, CoreSharing, RoleKind
 
@@ -52,11 +53,19 @@ class OwnTime:
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._began_at = 0.0
+        self._end: simpy.Event | None = None
+        """End of its last work. It is used again once it has occurred, because a new event costs more."""
 
     def work(self, seconds: float) -> simpy.Event:
         """See `WorkTime`."""
-        self._began_at = self._env.now
-        return self._env.timeout(seconds)
+        env = self._env
+        self._began_at = env.now
+        if self._end is None or not self._end.processed or seconds < 0:
+            self._end = env.timeout(seconds)
+        else:
+            self._end.callbacks = []
+            env.schedule(self._end, NORMAL, seconds)
+        return self._end
 
     def leave(self) -> float:
         """See `WorkTime`."""

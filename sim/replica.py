@@ -117,7 +117,8 @@ class Attempt(msgspec.Struct, eq=False):
         self, finish: Finish, now: float, cache_use: float | None = None, num_preempted: int = 0
     ) -> Generated:
         """Return the event of its end at `now` seconds, with the replica's cache statistics."""
-        run_time = 0.0 if self.began_at is None else now - self.began_at
+        began_at = self.began_at
+        run_time = 0.0 if began_at is None else now - began_at
         event = Generated(
             self.rollout,
             self.done,
@@ -147,7 +148,7 @@ class KvCache:
     """Tokens of all cached prompts, each counted once."""
     unused: PrefixCache | None = None
     """Contexts that no rollout reads now; None without an environment or prefix caching."""
-    _sharing: dict[int, int] = field(default_factory=dict)
+    sharing: dict[int, int] = field(default_factory=dict)
     """Running rollouts by prefix; the first one of a group prefills the prompt for all."""
 
     @property
@@ -155,16 +156,13 @@ class KvCache:
         """Share of the capacity that is in use."""
         return self.held / self.capacity
 
-    def lacks_prompt(self, attempt: Attempt) -> bool:
-        """Return whether the prompt is not cached yet."""
-        return attempt.prefix not in self._sharing
-
     def enter(self, attempt: Attempt, tokens: int) -> None:
         """Add a rollout that joins the batch with `tokens` new tokens, including its prompt if it was missing."""
-        siblings = self._sharing.get(attempt.prefix, 0)
+        prefix, sharing = attempt.prefix, self.sharing
+        siblings = sharing.get(prefix, 0)
         if not siblings:
             self.prompt_tokens += attempt.prompt_tokens
-        self._sharing[attempt.prefix] = siblings + 1
+        sharing[prefix] = siblings + 1
         self.num_rollouts += 1
         self.held += tokens
         if self.unused is not None:
@@ -182,24 +180,26 @@ class KvCache:
         """
         if self.unused is None:
             return 0
-        prompt = attempt.prompt_tokens if self.lacks_prompt(attempt) else 0
+        prompt = 0 if attempt.prefix in self.sharing else attempt.prompt_tokens
         return self.unused.take(attempt.prefix, attempt.rollout, prompt)
 
-    def leave(self, attempt: Attempt) -> None:
-        """Free the tokens of a rollout, and the prompt if no other rollout shares it."""
-        self.held -= attempt.observed + attempt.done
+    def leave(self, attempt: Attempt, own: int) -> None:
+        """Free the `own` tokens of a rollout, and the prompt if no other rollout shares it."""
+        self.held -= own
         self.num_rollouts -= 1
-        if self.unused is not None:
-            self.unused.keep_own(attempt.rollout, (attempt.observed + attempt.done))
-        siblings = self._sharing[attempt.prefix] - 1
+        sharing, prefix, unused = self.sharing, attempt.prefix, self.unused
+        if unused is not None:
+            unused.keep_own(attempt.rollout, own)
+        siblings = sharing[prefix] - 1
         if siblings:
-            self._sharing[attempt.prefix] = siblings
+            sharing[prefix] = siblings
             return
-        del self._sharing[attempt.prefix]
-        self.held -= attempt.prompt_tokens
-        self.prompt_tokens -= attempt.prompt_tokens
-        if self.unused is not None:
-            self.unused.keep_prompt(attempt.prefix, attempt.prompt_tokens)
+        del sharing[prefix]
+        prompt_tokens = attempt.prompt_tokens
+        self.held -= prompt_tokens
+        self.prompt_tokens -= prompt_tokens
+        if unused is not None:
+            unused.keep_prompt(prefix, prompt_tokens)
 
 
 class Admission(Protocol):
@@ -266,6 +266,8 @@ class Replica:
         self._env = around.env
         self._time = around.cores.time_of("generating")
         self._costs = around.costs.of_kind(kind)
+        self._curve, self._padded_share = self._costs.decode, self._costs.padded_share
+        self._rides_along = self._costs.rides_along
         self._rollouts = around.rollouts
         self._emit = emit or around.emit
         rollout = around.run_file.rollout.kinds[kind]
@@ -315,7 +317,8 @@ class Replica:
         """Queue a rollout."""
         drawn = self._rollouts[command.rollout]
         self._enqueue(Attempt.of(command, drawn, shares_prefixes=self._shares_prefixes))
-        if len(self._running) < self._max_running and not self._is_full:
+        is_waiting = self._is_decoding or self._idle is not None
+        if is_waiting and len(self._running) < self._max_running and not self._is_full:
             self._notice()
 
     def abort(self, rollout: int) -> None:
@@ -364,11 +367,24 @@ class Replica:
                 elif self._queue and (prefill_time := self._admit()) is not None:
                     yield self._time.work(prefill_time)
                     self._end_finished()
-                elif self._running:
-                    yield from self._decode()
-                else:
+                elif not self._running:
                     self._idle = self._env.event()
                     yield self._idle
+                elif steps := self._steps_to_change():
+                    self._is_decoding = True
+                    try:
+                        yield self._time.work(self._time_of(steps))
+                    except simpy.Interrupt:
+                        if self.has_stopped:
+                            raise
+                        done = self._time.leave()
+                        steps = min(steps, self._steps_in(done))
+                        yield self._time.work(max(0.0, self._time_of(steps) - done))
+                    self._is_decoding = False
+                    self._advance(steps)
+                    self._end_finished()
+                else:
+                    self._preempt()
         except simpy.Interrupt:
             self._time.leave()  # stopped
 
@@ -385,24 +401,25 @@ class Replica:
         if self._load is not None or self._is_full:
             return None
         joined: list[Attempt] = []
-        running, cache, rides_along = self._running, self._cache, self._costs.rides_along
+        running, queue, queued = self._running, self._queue, self._queued
+        cache, has_room, rides_along = self._cache, self._admission.has_room, self._rides_along
         tokens, again, pairs, num_prefixes, step_time, transfer_time = 0, 0, 0.0, 0, 0.0, 0.0
         places = self._max_running - self._num_stale_slots()
         budget = self._costs.tokens_per_pass - len(running)
-        while self._queue and len(running) < places and tokens < budget:
-            priority, rollout = self._queue[0]
-            attempt = self._queued.get(rollout)
+        while queue and len(running) < places and tokens < budget:
+            priority, rollout = queue[0]
+            attempt = queued.get(rollout)
             if attempt is None or attempt.priority != priority:
-                heappop(self._queue)
+                heappop(queue)
                 continue
             own = attempt.observed + attempt.done
             context = attempt.prompt_tokens + own
-            fresh = context if cache.lacks_prompt(attempt) else own
+            fresh = own if attempt.prefix in cache.sharing else context
             riding = len(running) if rides_along and not num_prefixes else 0
-            if not self._admission.has_room(cache, attempt, fresh, riding):
+            if not has_room(cache, attempt, fresh, riding):
                 break
             if attempt.brings_cache:
-                heappop(self._queue)
+                heappop(queue)
                 transfer_time += self._receive(attempt, fresh)
                 continue
             if not num_prefixes:
@@ -415,13 +432,14 @@ class Replica:
             if part > budget - tokens:
                 part = int(budget - tokens)
             tokens += part or 1
-            again += max(0, part - attempt.new) if attempt.done else 0
+            if attempt.done:
+                again += max(0, part - attempt.new)
             pairs += part * (context - fresh + done + part / 2)
             num_prefixes += 1
             if done + part < fresh:
                 attempt.computed = done + part
                 break
-            heappop(self._queue)
+            heappop(queue)
             self._join(attempt, fresh)
             joined.append(attempt)
         if not tokens:
@@ -475,28 +493,22 @@ class Replica:
             attempt.prefill_time = attempt.prefill_time or prefill_time
         return prefill_time
 
-    def _decode(self) -> Generator[simpy.Event, Any, None]:
-        """Decode until a rollout finishes, the KV cache is full, or a command arrives."""
+    def _steps_to_change(self) -> int:
+        """Return the decode steps until a rollout finishes or the KV cache is full; 0 if it is full now."""
         cache = self._cache
         room = (cache.capacity - cache.held) // cache.num_rollouts
         if room < 1:
-            self._preempt()
-            return
-        steps = min(self._next_finish() - self._step, room)
+            return 0
+        finish_at, rollout = self._finishing[0]
+        attempt = self._running.get(rollout)
+        if attempt is None or attempt.finish_at != finish_at:
+            finish_at = self._next_finish()
+        steps = finish_at - self._step
+        if room < steps:
+            steps = room
         if self._queue and self._num_stale_slots():
             steps = min(steps, self._freed_at + self._costs.refill_passes - self._step)
-        self._is_decoding = True
-        try:
-            yield self._time.work(self._time_of(steps))
-        except simpy.Interrupt:
-            if self.has_stopped:
-                raise
-            done = self._time.leave()
-            steps = min(steps, self._steps_in(done))
-            yield self._time.work(max(0.0, self._time_of(steps) - done))
-        self._is_decoding = False
-        self._advance(steps)
-        self._end_finished()
+        return steps
 
     def _advance(self, steps: int) -> None:
         """Add a token to every running rollout for each of `steps` passes."""
@@ -509,8 +521,9 @@ class Replica:
 
     def _time_of(self, steps: int) -> float:
         """Return the seconds of the next `steps` decode steps with the current batch."""
-        curve, num_running = self._costs.decode, len(self._running)
-        context = steps * self._attended() + num_running * steps * (steps - 1) / 2
+        curve, num_running = self._curve, len(self._running)
+        attended = self._attended() if self._padded_share else self._context
+        context = steps * attended + num_running * steps * (steps - 1) / 2
         return steps * curve.base[num_running] + curve.per_context_token[num_running] * context
 
     def _steps_in(self, elapsed: float) -> int:
@@ -519,7 +532,7 @@ class Replica:
 
     def _progress(self, elapsed: float) -> float:
         """Return the fractional decode steps after `elapsed` seconds of work: the inverse of `_time_of`."""
-        curve, num_running = self._costs.decode, len(self._running)
+        curve, num_running = self._curve, len(self._running)
         per_token = curve.per_context_token[num_running]
         slope = per_token * num_running / 2
         first = curve.base[num_running] + per_token * self._attended() - slope
@@ -527,7 +540,7 @@ class Replica:
 
     def _attended(self) -> float:
         """Return the context tokens that the next decode step reads."""
-        share = self._costs.padded_share
+        share = self._padded_share
         if not share:
             return self._context
         return self._context + share * (self._padded() - self._context)
@@ -550,27 +563,29 @@ class Replica:
 
     def _join(self, attempt: Attempt, fresh: int, num_new: int = 1) -> None:
         """Add a rollout to the batch with the `num_new` tokens of its prefill."""
-        del self._queued[attempt.rollout]
+        rollout = attempt.rollout
+        del self._queued[rollout]
         if attempt.began_at is None:
             attempt.began_at = self._env.now
             attempt.version = self.version
-        attempt.done += num_new
-        attempt.finish_at = self._step + attempt.length - attempt.done
-        self._running[attempt.rollout] = attempt
-        heappush(self._finishing, (attempt.finish_at, attempt.rollout))
-        if self._costs.padded_share:
+        done = attempt.done = attempt.done + num_new
+        finish_at = attempt.finish_at = self._step + attempt.length - done
+        self._running[rollout] = attempt
+        heappush(self._finishing, (finish_at, rollout))
+        if self._padded_share:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
-        self._context += attempt.prompt_tokens + (attempt.observed + attempt.done)
+        self._context += attempt.prompt_tokens + attempt.observed + done
         self._cache.enter(attempt, fresh + num_new)
 
     def _leave(self, attempt: Attempt) -> None:
         """Remove a rollout from the batch with its current tokens."""
         del self._running[attempt.rollout]
-        attempt.done = attempt.length - (attempt.finish_at - self._step)
-        self._context -= attempt.prompt_tokens + (attempt.observed + attempt.done)
-        self._cache.leave(attempt)
+        done = attempt.done = attempt.length - (attempt.finish_at - self._step)
+        own = attempt.observed + done
+        self._context -= attempt.prompt_tokens + own
+        self._cache.leave(attempt, own)
         if attempt.reached is not None:
-            attempt.reached.tokens = attempt.observed + attempt.done
+            attempt.reached.tokens = own
 
     def _next_finish(self) -> int:
         """Return the decode step in which the next rollout finishes."""
@@ -583,17 +598,18 @@ class Replica:
             heappop(finishing)
 
     def _end_finished(self) -> None:
-        finishing = self._finishing
-        while finishing and finishing[0][0] <= self._step:
+        finishing, running, now = self._finishing, self._running, self._step
+        while finishing and finishing[0][0] <= now:
             step, rollout = heappop(finishing)
-            attempt = self._running.get(rollout)
+            attempt = running.get(rollout)
             if attempt is None or attempt.finish_at != step:
                 continue  # was aborted or preempted
             self._leave(attempt)
             self._is_full = False
-            if self._freed_at != self._step:
-                self._freed_at, self._num_freed = self._step, 0
-            self._num_freed += 1
+            if self._freed_at != now:
+                self._freed_at, self._num_freed = now, 1
+            else:
+                self._num_freed += 1
             is_cut = attempt.is_cut or attempt.length >= self._max_tokens
             self._emit(self._ended(attempt, "length" if is_cut else "stop"))
 

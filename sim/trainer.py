@@ -100,7 +100,7 @@ class Trainer:
         self, put_through: Callable[[list[int], float], float], event: Scored | Trained
     ) -> Work:
         """Run passes over rollouts until the first stage is free; the pipeline continues with them in the background."""
-        rollouts = [self._around.rollouts[rollout] for rollout in event.rollouts]
-        lengths = [rollout.sequence_tokens for rollout in rollouts]
+        rollouts = self._around.rollouts
+        lengths = [rollouts[rollout].sequence_tokens for rollout in event.rollouts]
         now = self._around.env.now
         yield from self._work(put_through(lengths, now) - now, event)

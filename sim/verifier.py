@@ -223,7 +223,8 @@ class Verifier:
         """Score a rollout after earlier ones; a verifier without a duration answers at once."""
         around = self._around
         if not self._takes_time and not around.disruptions.stalled_until:
-            around.emit(Verified(command.rollout, self._rewards.of(command.rollout)))
+            rollout = command.rollout
+            around.emit(Verified(rollout, self._rewards.of(rollout)))
             return
         if self._models:
             drawn = self._around.rollouts[command.rollout]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Protocol
 
 import msgspec
@@ -92,12 +91,13 @@ class SimRollout(msgspec.Struct, frozen=True, gc=False):
 
 def rollouts_of(draws: Iterable[Draw]) -> dict[int, SimRollout]:
     """Return the rollouts of groups by id."""
-    return {
-        rollout: SimRollout(drawn.group, drawn.prompt_tokens, length)
-        if episode is None
-        else SimRollout(drawn.group, drawn.prompt_tokens, length, episode, Reached())
-        for drawn, lengths, episodes in draws
-        for rollout, length, episode in zip(
-            drawn.rollouts, lengths, episodes or repeat(None), strict=False
-        )
-    }
+    found: dict[int, SimRollout] = {}
+    for drawn, lengths, episodes in draws:
+        group, prompt_tokens = drawn.group, drawn.prompt_tokens
+        if not episodes:
+            for rollout, length in zip(drawn.rollouts, lengths, strict=False):
+                found[rollout] = SimRollout(group, prompt_tokens, length)
+        else:
+            for rollout, length, episode in zip(drawn.rollouts, lengths, episodes, strict=False):
+                found[rollout] = SimRollout(group, prompt_tokens, length, episode, Reached())
+    return found

@@ -407,7 +407,7 @@ def test_both_worlds_hand_commands_over_in_the_same_order_by_the_same_names() ->
     simulated, real = both("world", "SimWorld", "RealWorld")
     shared = [name for name in simulated if name in real]
     assert shared == [name for name in real if name in simulated]
-    assert cases(simulated["start"]) == cases(real["_do"])
+    assert cases(simulated["_do"]) == cases(real["_do"])
 
 
 @pytest.mark.parametrize(("world", "watchers"), [("SimWorld", {"_walk"}), ("RealWorld", {"emit"})])

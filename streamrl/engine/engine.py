@@ -157,9 +157,10 @@ class Engine:
 
     def _commit(self, decided: Iterable[Command], commands: list[Command]) -> None:
         """Add the commands of one policy."""
+        commit, add = self.state.commit, commands.append
         for command in decided:
-            self.state.commit(command)
-            commands.append(command)
+            commit(command)
+            add(command)
             if type(command) not in ROUTINE:
                 self._has_changed = True
 

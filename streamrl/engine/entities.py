@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Literal
 
@@ -95,10 +95,10 @@ class Group(msgspec.Struct, eq=False):
     def draw(cls, drawn: DrawnGroup, step: int, oldest_version: int) -> Group:
         """Return a new group, with its rollouts, that was drawn for `step`."""
         group = cls(drawn.group, step, oldest_version, drawn.prompt_tokens, family=drawn.family)
-        group.num_missing = len(drawn.rollouts)
+        numbers, expected = drawn.rollouts, drawn.expected_tokens
+        group.num_missing = len(numbers)
         group.rollouts = [
-            Rollout(rollout, group, expected)
-            for rollout, expected in zip(drawn.rollouts, drawn.expected_tokens, strict=True)
+            Rollout(number, group, tokens) for number, tokens in zip(numbers, expected, strict=True)
         ]
         if drawn.kept:
             group.keep(drawn)
@@ -188,6 +188,19 @@ class WaitingRollouts:
         heappush(self.heap, (place, self._num_added, rollout))
         self._num_added += 1
 
+    def add_new(self, rollouts: Collection[Rollout]) -> None:
+        """Add rollouts that were just drawn, in draw order."""
+        heap, first = self.heap, self._num_added
+        self._num_added += len(rollouts)
+        places = map(self._place, rollouts) if self._learns else (each.id for each in rollouts)
+        entries = zip(places, range(first, self._num_added), rollouts, strict=True)
+        if len(rollouts) < len(heap):
+            for entry in entries:
+                heappush(heap, entry)
+        else:
+            heap += entries
+            heapify(heap)
+
     def expect(self, rollout: Rollout, tokens: int) -> None:
         """Set the expected length of a rollout in any phase; a waiting one may change its place."""
         rollout.expected_tokens = tokens
@@ -197,11 +210,14 @@ class WaitingRollouts:
 
     def first(self) -> Rollout | None:
         """Return the first waiting rollout, or None."""
-        heap = self.heap
+        heap, learns = self.heap, self._learns
         while heap:
             place, _, rollout = heap[0]
-            is_here = rollout.phase == "waiting" and not rollout.group.is_dropped
-            if is_here and (not self._learns or place == self._place(rollout)):
+            if (
+                rollout.phase == "waiting"
+                and not rollout.group.is_dropped
+                and (not learns or place == self._place(rollout))
+            ):
                 return rollout
             heappop(heap)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from streamrl.engine.concurrency import ConcurrencyLimit, FinalLengths
 from streamrl.engine.entities import Group, Replica, Rollout
@@ -107,13 +107,14 @@ class Fleet:
 
     def least_loaded(self, oldest_version: int) -> Replica | None:
         """Return the replica with the least load that promises `oldest_version` or newer; ties go to the smaller id."""
-        self._enter_loads()
+        if self._changed:
+            self._enter_loads()
         best: tuple[float, int] | None = None
         newest = self._newest
         for version, loads in self._loads.items():
             if version < oldest_version:
                 continue
-            while loads and newest.get(loads[0][1]) is not loads[0]:
+            while loads and newest.get((first := loads[0])[1]) is not first:
                 heappop(loads)
             if loads and (best is None or loads[0] < best):
                 best = loads[0]
@@ -308,25 +309,31 @@ class Fleet:
 
     def _enter_loads(self) -> None:
         """Enter the loads that have changed since a heap was read."""
+        newest, most_entries = self._newest, LOADS_PER_REPLICA * (len(self.replicas) + 1)
         for replica in self._changed.values():
             if self._knows_most:
                 self._enter_most(replica)
-            if replica.promised is not None:
-                self._enter_load(replica, replica.promised)
+            if (promised := replica.promised) is None:
+                continue
+            loads = self._loads.get(promised)
+            if loads is None:
+                loads = self._loads[promised] = []
+            number = replica.id
+            entry, before = (replica.load, number), newest.get(number)
+            newest[number] = entry
+            if loads and loads[0] is before:
+                heapreplace(loads, entry)
+                continue
+            heappush(loads, entry)
+            if len(loads) > most_entries:
+                loads[:] = [each for each in loads if newest.get(each[1]) is each]
+                heapify(loads)
         self._changed.clear()
 
     def _enter_most(self, replica: Replica) -> None:
         heappush(self._most, (-len(replica.rollouts), replica.id))
         if len(self._most) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
             self._sweep_most()
-
-    def _enter_load(self, replica: Replica, promised: int) -> None:
-        loads = self._loads.setdefault(promised, [])
-        entry = self._newest[replica.id] = (replica.load, replica.id)
-        heappush(loads, entry)
-        if len(loads) > LOADS_PER_REPLICA * (len(self.replicas) + 1):
-            loads[:] = [each for each in loads if self._newest.get(each[1]) is each]
-            heapify(loads)
 
     def _leave_version(self, replica: Replica) -> None:
         self.num_serving[replica.version] -= 1

@@ -134,6 +134,7 @@ class Entry(NamedTuple):
     commands: list[Command]
 
 
+_NEW = tuple.__new__
 _DECODER = msgspec.json.Decoder(Entry)
 
 
@@ -322,6 +323,7 @@ class Trace:
         self._file = file
         self._keeps_entries = keeps_entries
         self._tell = tell
+        self._is_followed = file is not None or tell is not None
         self._readers: dict[type[Event], Callable[[float, Event, list[Command]], None]] = {}
         """By type of event: what reads its entries as they happen."""
         if file is not None:
@@ -370,15 +372,19 @@ class Trace:
     def record(self, time: float, event: Event, commands: list[Command]) -> None:
         """Add one entry."""
         # what `Entry` does, without its slower constructor
-        entry = tuple.__new__(Entry, (time, event, commands))
+        entry = _NEW(Entry, (time, event, commands))
         if self._keeps_entries:
             self._own.append(entry)
+        if self._is_followed:
+            self._pass_on(entry)
+        if (read := self._readers.get(type(event))) is not None:
+            read(time, event, commands)
+
+    def _pass_on(self, entry: Entry) -> None:
         if self._file is not None:
             self._file.write(_ENCODER.encode(entry) + b"\n")
         if self._tell is not None:
             self._tell(entry)
-        if (read := self._readers.get(type(event))) is not None:
-            read(time, event, commands)
 
     def blocks(self) -> Iterator[Sequence[Entry]]:
         """Yield the entries in order: all at once from memory, or in blocks from a file."""

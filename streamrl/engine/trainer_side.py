@@ -373,12 +373,15 @@ class TrainerSide:
         self.uniform = {group.id: group for group in found}
         self.num_lost = self.num_failed_saves = 0
 
-    def see_drawn(self, group: Group) -> None:
-        """Enter that a group was drawn."""
-        if group.id in self.done_before:
-            self._lose(len(group.rollouts), DONE_BEFORE)
-        elif self.takes_unfinished:
-            self.line.add(group)
+    def see_drawn(self, groups: Iterable[Group]) -> None:
+        """Enter that groups were drawn."""
+        if not self.takes_unfinished and not self.done_before:
+            return
+        for group in groups:
+            if group.id in self.done_before:
+                self._lose(len(group.rollouts), DONE_BEFORE)
+            elif self.takes_unfinished:
+                self.line.add(group)
 
     def see_ready(self, rollout: Rollout, version: int) -> None:
         """Record that a rollout has its reward, which may complete its group; the primary trainer is at `version`."""

@@ -114,12 +114,11 @@ class World(ABC, Generic[R]):
         if self._is_handling:
             return
         self._is_handling = True
-        now = self.now
+        now, handle, start = self.now, self.handle, self.start
         try:
             while unheard:
-                event = unheard.popleft()
-                for command in self.handle(event, now):
-                    self.start(command)
+                for command in handle(unheard.popleft(), now):
+                    start(command)
         finally:
             self._is_handling = False
 

@@ -395,9 +395,10 @@ class LeaderSteps:
         """Read one entry of a trace."""
         if type(event) not in self.reads:
             return
+        if type(event) is Generated:
+            self._generated += event.finish != "aborted"
+            return
         match event:
-            case Generated():
-                self._generated += event.finish != "aborted"
             case Verified():
                 self._generated += 1
             case Stepped(_, trainer) if trainer == LEADER:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol, assert_never
@@ -206,6 +206,7 @@ MOST_NUMBER = (
     1e15  # largest number in a table of lengths: leaves room for a scale in an integer array
 )
 KEPT_ROLLOUTS = 1 << 17  # rollouts that a shared workload keeps: about 16 MB
+_NEW = tuple.__new__
 CALIBRATION = 1 << 16  # lengths for a ranker's calibration: recall@20% is then exact within 0.003
 
 
@@ -302,13 +303,38 @@ class SimulatedWorkload:
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._longest)
         is_repeated = keeps_draws and self._told.is_fixed and self._tails is None
         self._num_kept = KEPT_ROLLOUTS // self._group_size if is_repeated else 0
+        self._is_plain = (
+            not self._num_kept
+            and self._told.is_fixed
+            and self._tails is None
+            and self._environment is None
+        )
         self._kept: dict[int, Draw] = {}
         """Draws of the groups before `_num_kept`, as far as they were drawn."""
 
     def draw(self, first_group: int, num_groups: int) -> list[Draw]:
         """Return groups with their true lengths, capped at `rollout.max_tokens`."""
         groups = range(first_group, first_group + num_groups)
+        if self._is_plain:
+            return list(self._plain_draws(groups, groups))
         return [self._kept.get(group) or self._group(group) for group in groups]
+
+    def _plain_draws(self, groups: Iterable[int], sources: Iterable[int]) -> Iterator[Draw]:
+        """Yield groups as the data have them, each from its place in the data."""
+        size = self._group_size
+        mean, number = (self._mean,) * size, -1
+        for group, source in zip(groups, sources, strict=True):
+            block, offset = divmod(source, BLOCK)
+            if block != number:
+                number, drawn = block, self._block(block)
+            rollouts = tuple(range(group * size, group * size + size))
+            expected = tuple(drawn.expected[offset]) if drawn.expected else mean
+            family = drawn.families[offset] if drawn.families else None
+            plain = DrawnGroup(
+                group, rollouts, drawn.prompt_tokens[offset], expected, family=family
+            )
+            # what `Draw` does, without its slower constructor
+            yield _NEW(Draw, (plain, tuple(drawn.lengths[offset]), ()))
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return the changed expectations of other rollouts, if siblings or a ranker are configured."""
@@ -338,18 +364,15 @@ class SimulatedWorkload:
     def _group(self, group: int) -> Draw:
         source = group if self._tails is None else self._tails.source(group)
         block, offset = divmod(source, BLOCK)
-        drawn = self._blocks.get(block) or self._block(block)
-        size = self._group_size
-        expected = tuple(drawn.expected[offset]) if drawn.expected else (self._mean,) * size
-        rollouts = tuple(range(group * size, group * size + size))
-        family = drawn.families[offset] if drawn.families else None
-        plain = DrawnGroup(group, rollouts, drawn.prompt_tokens[offset], expected, family=family)
+        drawn = self._block(block)
+        draw = next(self._plain_draws((group,), (source,)))
         if not self._told.is_fixed:
-            plain = self._told.draw(plain, drawn.prompts[offset] if drawn.prompts else None)
-        draw = Draw(plain, tuple(drawn.lengths[offset]))
+            prompt = drawn.prompts[offset] if drawn.prompts else None
+            draw = draw._replace(drawn=self._told.draw(draw.drawn, prompt))
         if self._environment is not None:
             episodes = self._episodes_of(group, draw, drawn, offset)
-            draw = Draw(plain, tuple(episode.ends[-1] for episode in episodes), episodes)
+            lengths = tuple(episode.ends[-1] for episode in episodes)
+            draw = Draw(draw.drawn, lengths, episodes)
         if group < self._num_kept:
             self._kept[group] = draw
         return draw
