@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import stat
 import subprocess
 import sys
@@ -170,6 +171,22 @@ def test_what_was_read_outlives_its_version_and_a_second_write_of_it(tmp_path: P
     remove_version(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(found["a"], torch.ones(5000))
+
+
+def test_reading_weights_many_times_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A replica reads each version; an object per tensor would add up over thousands of them."""
+    manifest = write_buckets(make_tensors().items(), tmp_path, 1)
+
+    def grown(times: int) -> int:
+        gc.collect()
+        before = sys.getallocatedblocks()
+        for _ in range(times):
+            assert dict(read_buckets(manifest))
+        gc.collect()
+        return sys.getallocatedblocks() - before
+
+    grown(3)
+    assert grown(40) < 40
 
 
 def test_a_shared_directory_is_fresh_and_private() -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from streamrl.executor.adapter_layers import A, B
 from streamrl.executor.roles import Manifest
-from streamrl.executor.transfer.shared_memory import write_version
+from streamrl.executor.transfer.shared_memory import tensors_of, write_version
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX, END = "base_model.model.", ".weight"
@@ -38,8 +37,8 @@ def write_adapters(adapters: Mapping[str, torch.Tensor], base: str, directory: P
 
 def read_adapters(directory: Path) -> dict[str, torch.Tensor]:
     """Return the matrices of a PEFT directory, under the names that pushed adapters have."""
-    tensors = load_file(directory / TENSORS)
-    return {name.removeprefix(PREFIX).removesuffix(END): each for name, each in tensors.items()}
+    tensors = tensors_of(directory / TENSORS)
+    return {name.removeprefix(PREFIX).removesuffix(END): each for name, each in tensors}
 
 
 WEIGHT = ".weight"
@@ -61,7 +60,7 @@ def merge(
     Raises:
         ValueError: the model has no safetensors files, or lacks a layer that the adapters change.
     """
-    lora = {name: tensor for piece in pieces for name, tensor in load_file(piece).items()}
+    lora = dict(item for piece in pieces for item in tensors_of(piece))
     used: set[str] = set()
     tensors = _merged(Path(model), lora, DTYPES[dtype], used)
     whole = write_version(tensors, directory, adapters.version)
@@ -89,8 +88,7 @@ def _merged(
             f"{model} has no model*.safetensors to merge adapters with; convert its weights to safetensors"
         )
     for file in files:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - a file handle is not iterable
-                used.add(name.removesuffix(WEIGHT))
-                tensor = merged(name, weights.get_tensor(name), adapters)
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, weight in tensors_of(file):
+            used.add(name.removesuffix(WEIGHT))
+            tensor = merged(name, weight, adapters)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
