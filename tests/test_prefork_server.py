@@ -272,6 +272,21 @@ def test_who_has_died_this_moment_is_killed_without_a_word() -> None:
         Forked(gone.pid, ours).kill()
 
 
+def test_the_descriptors_of_a_worker_are_closed_when_it_has_ended() -> None:
+    worker = subprocess.Popen(["sleep", "60"])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    forked = Forked(worker.pid, ours)
+    with theirs:
+        with pytest.raises(subprocess.TimeoutExpired):
+            forked.wait(0.0)
+        theirs.send(b"3")
+        assert [forked.wait(1.0), forked.wait(1.0)] == [3, 3]
+    assert ours.fileno() == processes.CLOSED and forked._process is None
+    forked.kill()
+    worker.kill()
+    worker.wait()
+
+
 @pytest.mark.usefixtures("bare")
 def test_a_worker_that_nobody_asks_after_does_not_end_its_nursery(tmp_path: Path) -> None:
     parents: list[int] = []

@@ -204,9 +204,23 @@ class Forked:
         """Descriptor of the process (pidfd_open(2)); None if it has ended already."""
         with suppress(ProcessLookupError):
             self._process = FileIO(os.pidfd_open(pid))
+        self._waiting = threading.Lock()
+        self._using = threading.Lock()
+        """Held while the descriptor of the process is used or closed."""
 
     def wait(self, timeout: float | None = None) -> int:
         """See `WorkerProcess`; a prefork server that is stopped cannot delay it."""
+        if not self._waiting.acquire(timeout=-1 if timeout is None else timeout):
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        try:
+            if self.returncode is None:
+                self.returncode = self._status(timeout)
+                self._close()
+            return self.returncode
+        finally:
+            self._waiting.release()
+
+    def _status(self, timeout: float | None) -> int:
         ends: list[socket.socket | FileIO] = [self._answers]
         if self._process is not None:
             ends.append(self._process)
@@ -214,14 +228,21 @@ class Forked:
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
         status = b""
         if _first_ready([self._answers], STATUS_TIME):
-            status = self._answers.recv(MOST_BYTES, socket.MSG_PEEK)  # other waiters read it too
+            status = self._answers.recv(MOST_BYTES)
         # Without a status, its server has died with it or is stopped.
-        self.returncode = int(status) if status else -signal.SIGKILL
-        return self.returncode
+        return int(status) if status else -signal.SIGKILL
+
+    def _close(self) -> None:
+        """Close both descriptors now: garbage collection may come long after the worker's end."""
+        self._answers.close()
+        with self._using:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
 
     def kill(self) -> None:
         """See `WorkerProcess`."""
-        with suppress(ProcessLookupError):
+        with self._using, suppress(ProcessLookupError):
             if self._process is not None:
                 signal.pidfd_send_signal(self._process.fileno(), signal.SIGKILL)
 
