@@ -3,10 +3,16 @@
     python -m benchmarks.bench_soak                    both
     python -m benchmarks.bench_soak --steps 0 --minutes 5 --setups stream-async
 
-Each part is a separate command, whose memory is read every second. The memory of its last tenth is
-compared with that of its second tenth, by role. A lost worker starts again with little memory, so a
-role counts by the mean of its processes. Both parts must end with a balanced ledger, and must leave
-no file in shared memory.
+Each part is a separate command. The anonymous memory of each of its processes is read every second. Pages of
+files are left out, because the kernel drops them when memory is needed. Imports and the first steps fill
+caches, so the first tenth of the run is left out of the life of each process. There are two figures per role,
+each as a share of its mean memory and for the length of the run:
+
+- growth within processes: the common slope of the memory of all processes of the role over time;
+- growth over restarts: the slope of the memory at one age over the times at which the processes started. A
+  worker that is forked from a growing prefork server starts with more memory than the one before it.
+
+Both parts must end with a balanced ledger, and must leave no file in shared memory.
 """
 
 from __future__ import annotations
@@ -19,15 +25,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.fault_model import make_model
 from benchmarks.fault_results import EXECUTED, KINDS
-from benchmarks.processes import processes_of
+from benchmarks.processes import DRIVER, processes_of
 from streamrl.record.run_directory import read_metrics
 
 HERE = Path(__file__).parent
@@ -38,21 +46,30 @@ SETUPS = [
     name for name in EXECUTED if name.startswith("stream-async") and not name.endswith("on Ray")
 ]
 """Back ends that run without a cluster."""
-PROBE_STEPS = 400
+PROBE_STEPS = 200
 """Steps of the run that measures steps per minute on this machine. Its first half does not count.
 """
 MINUTES_A_FAULT = 7
 """Minutes between two faults of one kind. A repair takes up to half a minute."""
+AGE = 20.0
+"""Seconds after the start of a process at which restarts are compared. Imports and the first steps have ended then."""
+FEWEST = 5
+"""Samples of a process, or processes of a role, from which a slope is computed."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
 COMMAND = (sys.executable, "-c", "from streamrl.cli import main; main()")
 
 
-class Sample(NamedTuple):
-    """Memory at one time."""
+class Process(NamedTuple):
+    """One process; the kernel may give its id to another one later."""
 
-    time: float
-    rss: dict[str, float]
-    """Mean bytes of a process, by role."""
+    role: str
+    pid: int
+    began: str
+    """Clock ticks from the start of the machine."""
+
+
+Lives = dict[Process, list[tuple[float, float]]]
+"""Times in seconds since the start of the command, and bytes at these times, by process."""
 
 
 def main() -> None:
@@ -61,6 +78,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000, help="number of simulated steps")
     parser.add_argument(
         "--minutes", type=int, default=60, help="approximate duration of each executed run"
+    )
+    parser.add_argument(
+        "--executed-steps",
+        type=int,
+        help="number of steps of each executed run; by default as many as fit into --minutes on an idle machine",
     )
     parser.add_argument(
         "--setups",
@@ -83,7 +105,9 @@ def main() -> None:
             directory = Path(name) / str(number)
             directory.mkdir()
             make_model(directory)
-            command = execute(arguments.minutes, directory, EXECUTED[setup].settings)
+            command = execute(
+                arguments.minutes, directory, EXECUTED[setup].settings, arguments.executed_steps
+            )
             is_sound &= _soak(f"executed.{setup}", command, directory)
     left = sorted(_shared_memory() - before)
     print(json.dumps({"name": "soak.shared_memory", "value": len(left), "unit": "files left"}))
@@ -104,10 +128,16 @@ def simulate(steps: int) -> list[str]:
     return ["simulate", str(HERE / "faults.toml"), *_settings(changes)]
 
 
-def execute(minutes: int, directory: Path, setup: Sequence[str]) -> list[str]:
-    """Return the command that executes a run for about `minutes`, with all faults that do not kill the driver.
+def execute(
+    minutes: int, directory: Path, setup: Sequence[str], num_steps: int | None
+) -> list[str]:
+    """Return the command that executes a run, with all faults that do not kill the driver.
 
-    `setup` are the changes of a back end, such as "rollout.backend=vllm".
+    Args:
+        minutes: approximate duration.
+        directory: where the run file is written.
+        setup: changes of a back end, such as "rollout.backend=vllm".
+        num_steps: number of steps; None: as many as fit into `minutes`.
     """
     own = [word for change in setup for word in ("--set", change)]
     count = max(1, minutes // MINUTES_A_FAULT)
@@ -119,7 +149,8 @@ def execute(minutes: int, directory: Path, setup: Sequence[str]) -> list[str]:
     table = (HERE / "faults-executed.toml").read_text().replace("../", "")
     (directory / "run.toml").write_text(table + "".join(faults))
     changes = {
-        "algorithm.steps": round(60 * minutes / _step_time(directory / "run.toml", own)),
+        "algorithm.steps": num_steps
+        or round(60 * minutes / _step_time(directory / "run.toml", own)),
         "policies.max_restarts": 10**6,
     }
     return ["execute", str(directory / "run.toml"), *own, *_settings(changes)]
@@ -144,17 +175,19 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
     log = directory / f"{what}.log"
     with log.open("wb") as output:
         process = subprocess.Popen([*COMMAND, *command], stdout=output, stderr=output)
-        samples = list(_watch(process))
+        lives, seconds = _watch(process)
     text = log.read_text()
     ledger_line = re.search(r"ledger: .*", text.replace("\n", " "))
     is_balanced = ledger_line is not None and "does not balance" not in ledger_line[0]
-    growth = {role: round(share, 4) for role, share in _growth(samples)}
+    growth = {name: round(share, 4) for name, share in growth_of(lives, seconds)}
     found = {
         "name": f"soak.{what}.growth",
         "value": max(growth.values(), default=0.0),
         "unit": "share",
         "by_role": growth,
-        "seconds": round(samples[-1].time, 1),
+        "processes": dict(sorted(Counter(each.role for each in lives).items())),
+        "seconds": round(seconds, 1),
+        "steps": len(re.findall(r"^step \d", text, re.MULTILINE)),
         "status": process.returncode,
         "ledger": ledger_line[0][:200] if ledger_line is not None else None,
     }
@@ -164,37 +197,67 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
     return not process.returncode and is_balanced and found["value"] <= MOST_GROWTH
 
 
-def _watch(process: subprocess.Popen[bytes]) -> Iterator[Sample]:
-    """Yield the memory of a command every second until it ends."""
+def _watch(process: subprocess.Popen[bytes]) -> tuple[Lives, float]:
+    """Return the memory of each process of a command, read every second, and the seconds until its workers end."""
     began_at = time.monotonic()
+    lives: Lives = {}
     while process.poll() is None:
-        yield Sample(time.monotonic() - began_at, _memory(process.pid))
+        for role, pids in processes_of(process.pid).items():
+            for pid in pids:
+                with suppress(OSError, ValueError, IndexError):
+                    own = Process(role, pid, _began(pid))
+                    point = time.monotonic() - began_at, _anonymous_bytes(pid)
+                    lives.setdefault(own, []).append(point)
         time.sleep(1.0)
+    return _with_workers(lives)
 
 
-def _memory(driver: int) -> dict[str, float]:
-    """Return the mean bytes of a process, by role."""
-    return {role: mean(map(_rss, pids)) for role, pids in processes_of(driver).items()}
+def _with_workers(lives: Lives) -> tuple[Lives, float]:
+    """Leave out what the driver does after all workers have ended; return the rest and its duration."""
+    ends = {each.role: curve[-1][0] for each, curve in lives.items()}
+    end = max((time for role, time in ends.items() if role != DRIVER), default=ends[DRIVER])
+    kept = {each: [point for point in curve if point[0] <= end] for each, curve in lives.items()}
+    return {each: curve for each, curve in kept.items() if curve}, end
 
 
-def _rss(pid: int) -> float:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _began(pid: int) -> str:
+    """Return the start time of a process (proc(5), field 22 of stat)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def _growth(samples: list[Sample]) -> Iterator[tuple[str, float]]:
-    """Yield the relative growth of each role from the second tenth to the last."""
-    end = samples[-1].time
-    for role in {role for sample in samples for role in sample.rss}:
-        second, last = (
-            [s.rss[role] for s in samples if role in s.rss and least <= s.time / end <= most]
-            for least, most in ((0.1, 0.2), (0.9, 1.0))
-        )
-        if second and last:
-            yield role, median(last) / median(second) - 1
+def _anonymous_bytes(pid: int) -> float:
+    """Return the bytes of a process that are in memory and are not pages of files."""
+    resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_of(lives: Lives, seconds: float) -> Iterator[tuple[str, float]]:
+    """Yield the growth of each role in a run of `seconds`, as a share of its memory: within processes, and over restarts."""
+    settled = seconds / 10
+    for role in sorted({each.role for each in lives}):
+        curves = [curve for each, curve in lives.items() if each.role == role]
+        late = [[point for point in curve if point[0] - curve[0][0] >= settled] for curve in curves]
+        long = [curve for curve in late if len(curve) >= FEWEST]
+        if long:
+            yield role, _relative_slope(long) * (seconds - settled)
+        starts = [
+            (curve[0][0], next(size for time, size in curve if time - curve[0][0] >= AGE))
+            for curve in curves
+            if curve[-1][0] - curve[0][0] >= AGE
+        ]
+        if len(starts) >= FEWEST:
+            yield f"{role}, restarts", _relative_slope([starts]) * (seconds - settled)
+
+
+def _relative_slope(curves: list[list[tuple[float, float]]]) -> float:
+    """Return the common slope of curves that each have a level of their own, per second, as a share of the mean level."""
+    above = below = 0.0
+    for curve in curves:
+        middle, level = (mean(values) for values in zip(*curve, strict=True))
+        above += sum((time - middle) * (size - level) for time, size in curve)
+        below += sum((time - middle) ** 2 for time, _ in curve)
+    level = mean(size for curve in curves for _, size in curve)
+    return above / below / level if below and level else 0.0
 
 
 def _shared_memory() -> set[str]:

@@ -77,6 +77,9 @@ EXECUTED = {
         ),
         "deepspeed",
     ),
+    "stream-async, 2 ranks of FSDP2": Setup(
+        ("policies.system=stream-async", "trainer.data_parallel=2", "trainer.backend=fsdp2")
+    ),
 }
 
 

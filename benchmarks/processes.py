@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+DRIVER = "driver"
 ROLES = {
     "replica": "ReplicaWorker",
     "trainer": "TrainerWorker",
@@ -17,7 +18,7 @@ driver is given.
 
 def processes_of(driver: int) -> dict[str, list[int]]:
     """Return the processes of a run by role, with the driver."""
-    found = {"driver": [driver]}
+    found = {DRIVER: [driver]}
     for entry in Path("/proc").iterdir():
         words = _command_line(entry) if entry.name.isdigit() else ""
         for role, word in ROLES.items():
