@@ -21,9 +21,11 @@ PROFILES = ROOT / "profiles"
 LOCK = ROOT / "requirements.lock"
 HEAD_CHARS = 2000
 """Characters at the beginning of a file in which its source is searched."""
+LICENCE = re.compile(r"^# licence: *(.+)", re.MULTILINE)
 SOURCE = re.compile(r"^#.*?[Ss]ources?: *(.+)", re.MULTILINE)
 FACTS = "facts of a published document, quoted with their source"
-UNCHECKED = "facts, quoted with their source; the source's licence was not checked"
+ENTRIES = "each entry names its source"
+FACTS_OF_ENTRIES = "facts; the licences of repositories are at the end"
 OWN = "Apache-2.0 (this project)"
 LICENCES = (
     ("aiconfigurator", "Apache-2.0 (NVIDIA, metadata of aiconfigurator-core 0.12.0)"),
@@ -39,8 +41,74 @@ LICENCES = (
     ("this project", OWN),
     ("measured in", OWN),
     ("assumption", OWN),
+    ("docs/fidelity", OWN),
+    ("profiles/published", OWN),
+    (ENTRIES, FACTS_OF_ENTRIES),
+    ("(response_length)", "names of fields, which are facts"),
+    ("docs.cloud.google.com", FACTS),
+    ("forums.developer.nvidia.com", FACTS),
+    ("documents of RL frameworks", FACTS),
+    ("codex_swebenchpro_traces", "facts of a data set, which is not here"),
+    ("AIConfigurator", "Apache-2.0 (NVIDIA, metadata of aiconfigurator-core 0.12.0)"),
 )
 """Licence by what a source contains; the first that applies."""
+NOT_FOUND = "no licence was found, and only facts were taken"
+REPOSITORIES = {
+    "MoonshotAI/checkpoint-engine": "MIT",
+    "Mutinifni/splitwise-sim": "MIT",
+    "NVIDIA-NeMo/RL": "Apache-2.0",
+    "NVIDIA/Megatron-LM": "BSD-3-Clause and others, by file",
+    "NVIDIA/TensorRT-LLM": "Apache-2.0",
+    "NVIDIA/nccl": "BSD-3-Clause",
+    "NVIDIA/nccl-tests": "BSD-3-Clause",
+    "NovaSky-AI/SkyRL": "Apache-2.0",
+    "NovaSky-AI/SkyThought": "Apache-2.0",
+    "OpenRLHF/OpenRLHF": "Apache-2.0",
+    "PrimeIntellect-ai/prime-rl": "Apache-2.0",
+    "QwenLM/Qwen3": "its repository states no licence, and only facts were taken",
+    "SemiAnalysisAI/InferenceX": "Apache-2.0",
+    "THUDM/slime": "Apache-2.0",
+    "ai-dynamo/aiconfigurator": "Apache-2.0",
+    "alibaba/InferSim": "Apache-2.0",
+    "alibaba/ROLL": "Apache-2.0",
+    "alibaba/ServeGen": "Apache-2.0",
+    "cloud-bulldozer/k8s-netperf": "Apache-2.0",
+    "esnet/iperf": "BSD-3-Clause-LBNL",
+    "flashinfer-ai/flashinfer": "Apache-2.0",
+    "huggingface/trl": "Apache-2.0",
+    "inclusionAI/AReaL": "Apache-2.0",
+    "llm-d-incubation/llm-d-planner": "Apache-2.0",
+    "meta-pytorch/torchforge": "BSD-3-Clause",
+    "ml-energy/leaderboard": "Apache-2.0",
+    "mosaicml/llm-foundry": "Apache-2.0",
+    "radixark/miles": "Apache-2.0",
+    "sgl-project/sgl-cookbook": "Apache-2.0",
+    "sgl-project/sglang": "Apache-2.0",
+    "tenstorrent/tt-inference-server": "Apache-2.0",
+    "verl-project/verl": "Apache-2.0",
+    "vllm-project/vllm": "Apache-2.0",
+    "volcengine/verl": "Apache-2.0",
+    **dict.fromkeys(
+        (
+            "ai-dynamo/aisimulate",
+            "alpharomercoma/MI300X-vs-H200",
+            "api-evangelist/akash",
+            "api-evangelist/coreweave",
+            "api-evangelist/lambda-labs",
+            "api-evangelist/nexgen-cloud",
+            "api-evangelist/openrelay",
+            "api-evangelist/runpod",
+            "datareceipts/data-receipts",
+            "renshuBTC/compute-screener",
+            "skypilot-org/skypilot-catalog",
+            "tgarg01/silybench-data",
+            "vllm-project/vime",
+        ),
+        NOT_FOUND,
+    ),
+}
+"""Licence of each repository that a profile names, as its LICENSE file or the metadata of its package states it."""
+GITHUB = re.compile(r"github\.com/([\w-]+/[\w.-]*\w)")
 HEAD = """streamrl
 Licensed under the Apache License, Version 2.0; see LICENSE.
 
@@ -50,32 +118,67 @@ The files in profiles/ are tables, model shapes and GPU profiles. This list has 
 
 
 def source_of(path: Path) -> str:
-    """Return where the figures of a file come from, in one line; "each entry names its source" for lists of sources."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".toml" and isinstance(source := tomllib.loads(text).get("source"), str):
-        return " ".join(source.split())
-    found = SOURCE.search(text[:HEAD_CHARS])
-    return " ".join(found[1].split()) if found else "each entry names its source"
+    """Return where the figures of a file come from, in one line; `ENTRIES` for lists of sources."""
+    return _head(path, "source", SOURCE) or ENTRIES
 
 
-def licence_of(source: str) -> str:
-    """Return the licence of a source."""
+def licence_of(path: Path) -> str:
+    """Return the licence of a file's source: as the file states it, or else by what its source names.
+
+    Raises:
+        ValueError: nobody has looked up the licence of this source.
+    """
+    source = source_of(path)
+    if own := _head(path, "licence", LICENCE):
+        return own
     found = [licence for part, licence in LICENCES if part in source]
-    is_mixed = {"Apache-2.0", "MIT"} <= {*found}
-    return "Apache-2.0 and MIT" if is_mixed else next(iter(found), UNCHECKED)
+    if {"Apache-2.0", "MIT"} <= {*found}:
+        return "Apache-2.0 and MIT"
+    named = [licence for name, licence in REPOSITORIES.items() if _names(source, name)]
+    if not found and not named:
+        raise ValueError(f"{path}: add the licence of {source!r} to tests/supply_chain.py")
+    return found[0] if found else "; ".join(dict.fromkeys(named))
+
+
+def _head(path: Path, key: str, comment: re.Pattern[str]) -> str | None:
+    """Return a fact about a file: a key of TOML, or a comment at its beginning."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml" and isinstance(value := tomllib.loads(text).get(key), str):
+        return " ".join(value.split())
+    found = comment.search(text[:HEAD_CHARS])
+    return " ".join(found[1].split()) if found else None
+
+
+def _names(text: str, repository: str) -> bool:
+    before = r"(?:(?<=github\.com/)|(?<![\w/-]))"
+    return re.search(rf"{before}{re.escape(repository)}(?![\w-])", text) is not None
+
+
+def repositories_of(path: Path) -> set[str]:
+    """Return the repositories that a file names: those in `REPOSITORIES`, and all others with their address."""
+    text = path.read_text(encoding="utf-8")
+    return {*GITHUB.findall(text), *(name for name in REPOSITORIES if _names(text, name))}
+
+
+def profile_files() -> list[Path]:
+    """Return the files under profiles/."""
+    files = (path for path in sorted(PROFILES.rglob("*")) if path.is_file())
+    return [path for path in files if "__pycache__" not in path.parts]
 
 
 def notice() -> str:
     """Return the text of NOTICE: each file under profiles/, by licence and source."""
     by_source: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path in sorted(PROFILES.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            source = source_of(path)
-            by_source[licence_of(source), source].append(path.relative_to(ROOT).as_posix())
+    for path in profile_files():
+        own = licence_of(path), source_of(path)
+        by_source[own].append(path.relative_to(ROOT).as_posix())
     lines = [HEAD]
     for (licence, source), files in sorted(by_source.items()):
         lines += [f"Source: {source}", f"Licence: {licence}", *(f"  {each}" for each in files), ""]
-    return "\n".join(lines)
+    named = set[str]().union(*map(repositories_of, profile_files()))
+    lines += ["Licences of the repositories that these files name:"]
+    lines += [f"  github.com/{name}: {REPOSITORIES[name]}" for name in sorted(named)]
+    return "\n".join([*lines, ""])
 
 
 def sbom(file: Path, python: str) -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from streamrl.executor.checksums import find_damage, write_checksums
 from streamrl.executor.execute import check_executable
-from tests.supply_chain import LOCK, PROFILES, ROOT, licence_of, notice, source_of
+from tests.supply_chain import (
+    LOCK,
+    REPOSITORIES,
+    ROOT,
+    licence_of,
+    notice,
+    profile_files,
+    repositories_of,
+    source_of,
+)
 from tests.test_execute import real_run
 from tests.tiny_model import save_tiny_model
 
@@ -19,20 +28,39 @@ def test_notice_lists_each_file_of_profiles_with_its_source_and_licence() -> Non
     written = (ROOT / "NOTICE").read_text(encoding="utf-8")
     assert written == notice(), "write it again: python -m tests.supply_chain notice > NOTICE"
     listed = re.findall(r"^  (profiles/.+)$", written, re.MULTILINE)
-    there = [
-        path for path in PROFILES.rglob("*") if path.is_file() and "__pycache__" not in str(path)
-    ]
-    assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in there)
+    assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in profile_files())
+    assert "not checked" not in written
 
 
-def test_a_source_and_its_licence_are_read_from_the_file(tmp_path: Path) -> None:
+def test_each_file_of_profiles_has_a_licence_that_somebody_looked_up(tmp_path: Path) -> None:
+    """A list of sources needs one for each repository that it names."""
+    for path in profile_files():
+        assert licence_of(path), path
+        assert repositories_of(path) <= REPOSITORIES.keys(), path
+    table = tmp_path / "new.csv"
+    table.write_text("# source: somebody/something 1.0\nm,n\n")
+    with pytest.raises(ValueError, match="add the licence of 'somebody/something"):
+        licence_of(table)
+
+
+@pytest.mark.parametrize(
+    ("head", "licence"),
+    [
+        ("# source: PyPI aiconfigurator-core 0.12.0", "Apache-2.0 (NVIDIA"),
+        ("# source: huggingface/trl: a file", "Apache-2.0"),
+        ("# source: one (MIT) and another (Apache-2.0)", "Apache-2.0 and MIT"),
+        ("# source: esnet/iperf\n# licence: facts", "facts"),
+        ("m,n", "facts; the licences of repositories"),
+    ],
+)
+def test_a_source_and_its_licence_are_read_from_the_file(
+    tmp_path: Path, head: str, licence: str
+) -> None:
     table = tmp_path / "a.csv"
-    table.write_text("# operator: gemm\n# source: PyPI aiconfigurator-core 0.12.0\nm,n\n")
-    assert source_of(table) == "PyPI aiconfigurator-core 0.12.0"
-    assert licence_of(source_of(table)).startswith("Apache-2.0 (NVIDIA")
-    table.write_text("m,n\n1,2\n")
-    assert source_of(table) == "each entry names its source"
-    assert licence_of("one (MIT) and another (Apache-2.0)") == "Apache-2.0 and MIT"
+    table.write_text(f"{head}\nm,n\n1,2\n")
+    assert licence_of(table).startswith(licence)
+    if head.startswith("#"):
+        assert source_of(table) == head.splitlines()[0].removeprefix("# source: ")
 
 
 def test_each_locked_package_has_hashes_and_no_registry_is_named() -> None:
