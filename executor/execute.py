@@ -450,7 +450,7 @@ async def _execute_in(
             header = Trace(run, "real", {}, decode=decode)
             listeners.append(StageWatch(header, guard.stages).take)
         if run.execute.live_trace:
-            full = FullBatches(decode, run.rollout.kinds, run.rollouts_per_prompt)
+            full = FullBatches(decode, run.replica_kinds, run.rollouts_per_prompt)
             reader = ChromeReader(full, run.followers, run.verifier)
             live = LiveTrace(directory.path, reader)
             listeners.append(open_files.enter_context(contextlib.closing(live)).take)

@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.engine.fault_plan import Fault, FaultPlan
-from streamrl.engine.messages import Command, Generate, PushWeights
+from streamrl.engine.messages import Command, Generate, PushWeights, TakeBack
 from streamrl.executor.launchers.handles import Handle, Process, RankHandles, WorkerLostError
 from streamrl.executor.roles import Completion, VerifierRole
 from streamrl.executor.verifier.fork_server_process import ForkServerProcess
@@ -142,9 +142,15 @@ class RealFaults:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def _carry_out(self, fault: FaultConfig, number: int, command: Command, now: float) -> None:
-        worker = self._workers[command.replica if isinstance(command, Generate) else TRAINER]
+        of_replica = isinstance(command, Generate | TakeBack)
+        worker = self._workers[command.replica if of_replica else TRAINER]
         match fault.kind:
-            case "replica-dies" | "trainer-dies-training":
+            case (
+                "replica-dies"
+                | "replica-dies-returning"
+                | "trainer-dies-training"
+                | "trainer-dies-lending"
+            ):
                 worker.process.send_signal(signal.SIGKILL)
             case "replica-hangs":
                 worker.process.send_signal(signal.SIGSTOP)

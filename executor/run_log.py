@@ -15,6 +15,7 @@ from streamrl.engine.messages import (
     Event,
     Failed,
     Generate,
+    Lend,
     LoadWeights,
     Promote,
     PushWeights,
@@ -29,6 +30,7 @@ from streamrl.engine.messages import (
     Stop,
     StopReplica,
     StopTrainer,
+    TakeBack,
     Train,
     TrainerJoined,
     TrainerLost,
@@ -93,7 +95,7 @@ class RunLog:
     def _is_lost(self, command: Command) -> bool:
         """Return whether the role of a command is known to be lost."""
         match command:
-            case Generate() | LoadWeights():
+            case Generate() | LoadWeights() | Lend() | TakeBack():
                 return command.replica not in self._state.fleet.replicas
             case Evaluate():
                 own = self._state.evaluations
@@ -208,6 +210,10 @@ class RunLog:
                 return f"verifier: score of rollout {command.rollout}"
             case LoadWeights():
                 return f"replica {command.replica}: load of step {command.version}"
+            case Lend():
+                return f"replica {command.replica}: waking up on GPUs of the trainer"
+            case TakeBack():
+                return f"replica {command.replica}: returning GPUs to the trainer"
             case StartReplica() | StopReplica():
                 verb = "start" if isinstance(command, StartReplica) else "stop"
                 return f"replica {command.replica}: {verb}"

@@ -29,6 +29,8 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Interrupted,
+    Lend,
+    Lent,
     LoadWeights,
     Postpone,
     Promote,
@@ -47,6 +49,8 @@ from streamrl.engine.messages import (
     StopReplica,
     StopTrainer,
     Take,
+    TakeBack,
+    TakenBack,
     Train,
     TrainerLost,
     TrainerStopped,
@@ -62,7 +66,13 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint
-from streamrl.executor.colocation import ColocatedRole, DeviceSharing, Side
+from streamrl.executor.colocation import (
+    ColocatedRole,
+    DeviceSharing,
+    LentGpus,
+    Side,
+    side_of,
+)
 from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.evaluation import HeldOut
 from streamrl.executor.faults import TRAINER, RealFaults, read_struck
@@ -164,6 +174,8 @@ class RealWorld(World[Trace]):
         self._watchdog = Watchdog(patience, trace.run.rollout.max_tokens)
         turns = DeviceSharing(self._members, FACTOR * patience)
         self._turns = turns if trace.run.policies.shares_gpus else None
+        lent = LentGpus(lambda: self._members("training")[0], FACTOR * patience)
+        self._lent = lent if trace.run.lending is not None else None
 
     @property
     def now(self) -> float:
@@ -247,7 +259,7 @@ class RealWorld(World[Trace]):
 
     def start(self, command: Command) -> None:
         """Start `command` as a task; tasks start in the order of these calls."""
-        if isinstance(command, LoadWeights | StartReplica):
+        if isinstance(command, LoadWeights | Lend | StartReplica):
             self._transfer.hold(command.version)
         if isinstance(command, StopReplica):
             self._replicas[command.replica].expect_end()
@@ -270,7 +282,7 @@ class RealWorld(World[Trace]):
             if event is not None:
                 self.emit(event)
         finally:
-            if isinstance(command, LoadWeights | StartReplica):
+            if isinstance(command, LoadWeights | Lend | StartReplica):
                 self._transfer.release(command.version)
 
     def _turn(self, command: Command) -> AbstractAsyncContextManager[None]:
@@ -290,6 +302,8 @@ class RealWorld(World[Trace]):
         """Execute `command` under the watchdog, and inject planned faults."""
         event, task = None, asyncio.current_task()
         assert task is not None
+        if self._lent is not None and side_of(command) == "training":
+            await self._lent.wake_trainer()  # if the last replica on its GPUs was lost
         number = self._watchdog.begin(command, self.now)
         self._working[number] = task
         try:
@@ -342,6 +356,10 @@ class RealWorld(World[Trace]):
                 return await self._push(command)
             case LoadWeights():
                 return await self._load(command)
+            case Lend():
+                return await self._lend(command)
+            case TakeBack():
+                return await self._take_back(command)
             case Abort():
                 await self._abort(command)
                 return None
@@ -449,6 +467,28 @@ class RealWorld(World[Trace]):
         replica = self._replica(command.replica)
         return await replica.load(command, self._transfer.fetch(command.version, command.replica))
 
+    @property
+    def _lent_gpus(self) -> LentGpus:
+        assert self._lent is not None, "only a run with [lending] lends"
+        return self._lent
+
+    async def _lend(self, command: Lend) -> Event:
+        """Let the trainer sleep, and a replica generate on its GPUs."""
+        began_at, replica = self.now, self._replica(command.replica)
+        replica.hold()
+        await self._lent_gpus.lend(command.replica)
+        manifest = await self._transfer.fetch(command.version, command.replica)
+        checksum = await replica.lend(command, manifest)
+        return Lent(command.replica, command.version, self.now - began_at, checksum)
+
+    async def _take_back(self, command: TakeBack) -> Event:
+        """Let a replica sleep, and wake the trainer once all of its GPUs are back."""
+        replica = self._replica(command.replica)
+        await replica.take_back()
+        began_at = self.now
+        await self._lent_gpus.take_back(command.replica)
+        return TakenBack(command.replica, self.now - began_at)
+
     def _replica(self, number: int) -> Replica:
         """Return a replica; raise an error if it was lost after its command was created."""
         if number not in self._replicas:
@@ -460,6 +500,9 @@ class RealWorld(World[Trace]):
             await self._replicas[command.replica].abort(command.rollout)
 
     async def _start_replica(self, command: StartReplica) -> Event:
+        is_lent = command.kind == self._run.rollout.num_kinds
+        if is_lent:
+            await self._lent_gpus.lend(command.replica)
         model = self._initial_model()
         handle = await self._launcher.replica(command.replica, command.kind, model)
         self._transfer.join(command.replica, self._launcher.place_of(command.replica))
@@ -469,6 +512,9 @@ class RealWorld(World[Trace]):
         self._replicas[command.replica] = replica
         manifest = await self._transfer.fetch(command.version, command.replica)
         started = await replica.start(command, manifest)
+        if is_lent:
+            await replica.take_back()
+            await self._lent_gpus.take_back(command.replica)
         handle.watch(partial(self._see_lost_replica, command.replica))
         return started
 
@@ -519,7 +565,16 @@ class RealWorld(World[Trace]):
         reason = f"was killed: {type(command).__name__} took more than {limit:,.0f} s"
         self._given_up[number] = f"the role of {type(command).__name__} {reason}"
         match command:
-            case Generate() | Evaluate() | Abort() | LoadWeights() | StartReplica() | StopReplica():
+            case (
+                Generate()
+                | Evaluate()
+                | Abort()
+                | LoadWeights()
+                | Lend()
+                | TakeBack()
+                | StartReplica()
+                | StopReplica()
+            ):
                 if command.replica in self._replicas:
                     self._replicas[command.replica].kill(reason)
             case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
@@ -538,7 +593,7 @@ class RealWorld(World[Trace]):
         reason = reason_of(error)
         if isinstance(error, WorkerLostError):
             match command:
-                case Generate() | Evaluate() | LoadWeights() | Abort():
+                case Generate() | Evaluate() | LoadWeights() | Lend() | TakeBack() | Abort():
                     self._lose_replica(command.replica, reason)
                 case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
                     if self._trainers.num_lost[command.trainer] == num_lost:
@@ -565,6 +620,8 @@ class RealWorld(World[Trace]):
             self.emit(ReplicaLost(replica_id, reason))
 
     def _free(self, replica: int) -> None:
+        if self._lent is not None:
+            self._lent.forget(replica)
         self._transfer.leave(replica)
         self._launcher.free(replica)
 
@@ -573,6 +630,8 @@ class RealWorld(World[Trace]):
         if self._trainers.lose(trainer_id):
             if trainer_id == LEADER:
                 self._attempts.end_pause()
+                if self._lent is not None:
+                    self._lent.forget_trainer()
             self.emit(TrainerLost(trainer_id, reason))
             self._trainers.roll_back(trainer_id)
 

@@ -19,6 +19,7 @@ from streamrl.engine.messages import (
     Generated,
     PushWeights,
     SaveCheckpoint,
+    TakeBack,
     WeightsPushed,
 )
 from streamrl.engine.trainer_side import LEADER
@@ -74,6 +75,8 @@ class Failures:
     def watch(self, replica: Replica) -> None:
         """Schedule the failure of a new replica; it has no effect if the replica is gone by then."""
         run = self._around.run_file
+        if replica.kind == run.rollout.num_kinds:
+            return  # the failures of the trainer's GPUs are those of the trainer
         config = run.rollout.kinds[replica.kind]
         rate = replica_gpu_failures_per_day(run.failures, run.cluster.pools[config.pool])
         seconds = time_to_failure(rate * config.gpus_per_replica, run.seed, STREAM, replica.id)
@@ -183,7 +186,15 @@ class SimFaults:
                 patience = self._victims.run_file.execute.patience
                 hang_time = patience if fault.kind == "replica-hangs" else 0.0
                 self._victims.env.process(self._lose_replica(command.replica, hang_time))
-            case "trainer-dies-training" | "trainer-dies-pushing" | "trainer-dies-saving":
+            case "replica-dies-returning":
+                assert isinstance(command, TakeBack)
+                self._victims.env.process(self._lose_replica(command.replica, 0.0))
+            case (
+                "trainer-dies-training"
+                | "trainer-dies-pushing"
+                | "trainer-dies-saving"
+                | "trainer-dies-lending"
+            ):
                 self._victims.env.process(self._lose_trainer())
             case "replica-garbles":
                 assert isinstance(command, Generate)

@@ -32,7 +32,11 @@ from streamrl.engine.messages import (
     Finish,
     Generate,
     Generated,
+    Lend,
+    Lent,
     LoadWeights,
+    TakeBack,
+    TakenBack,
     WeightsLoaded,
 )
 from streamrl.runfile.roles_config import RolloutConfig
@@ -268,9 +272,10 @@ class Replica:
         self._costs = around.costs.of_kind(kind)
         self._curve, self._padded_share = self._costs.decode, self._costs.padded_share
         self._rides_along = self._costs.rides_along
+        self._lending = around.costs.lending
         self._rollouts = around.rollouts
         self._emit = emit or around.emit
-        rollout = around.run_file.rollout.kinds[kind]
+        rollout = around.run_file.replica_kinds[kind]
         self._max_running = rollout.max_running
         self._max_tokens = rollout.max_tokens
         self._shares_prefixes = around.run_file.of_kind(kind).shares_prefixes
@@ -306,7 +311,7 @@ class Replica:
         """Preemptions that were already reported in events; None if no policy uses them."""
         self.recompute_time = 0.0
         """Seconds of prefill of tokens that rollouts had generated before."""
-        self._load: LoadWeights | None = None
+        self._change: LoadWeights | Lend | TakeBack | None = None
         self._idle: simpy.Event | None = None
         self._is_decoding = False
         self.process = self._env.process(self._run())
@@ -328,7 +333,18 @@ class Replica:
 
     def load(self, command: LoadWeights) -> None:
         """Load new weights, after draining or at the end of the decode step."""
-        self._load = command
+        self._begin(command)
+
+    def lend(self, command: Lend) -> None:
+        """Wake up on GPUs of the trainer, with its newest weights; rollouts wait meanwhile."""
+        self._begin(command)
+
+    def take_back(self, command: TakeBack) -> None:
+        """Sleep, once the rollouts that were aborted have left."""
+        self._begin(command)
+
+    def _begin(self, command: LoadWeights | Lend | TakeBack) -> None:
+        self._change = command
         self._notice()
 
     def stop(self) -> Sequence[Command | Generated]:
@@ -348,7 +364,7 @@ class Replica:
         self.has_stopped = True
         self._is_decoding = False  # so that nothing wakes it up
         ends = [self._broken_off(self._queued[rollout]) for rollout in sorted(self._queued)]
-        return ends if self._load is None else [*ends, self._load]
+        return ends if self._change is None else [*ends, self._change]
 
     def _broken_off(self, attempt: Attempt) -> Generate | Generated:
         if attempt.done > attempt.begun_with:
@@ -362,8 +378,8 @@ class Replica:
             while True:
                 if self._aborted:
                     self._end_aborted()
-                if self._load is not None and not (self._load.drain and self._running):
-                    yield from self._load_weights(self._load)
+                if self._change is not None and self._may_change(self._change):
+                    yield from self._make_change(self._change)
                 elif self._queue and (prefill_time := self._admit()) is not None:
                     yield self._time.work(prefill_time)
                     self._end_finished()
@@ -388,17 +404,37 @@ class Replica:
         except simpy.Interrupt:
             self._time.leave()  # stopped
 
-    def _load_weights(self, command: LoadWeights) -> Generator[simpy.Event, Any, None]:
-        yield self._time.work(self._costs.load_time)
-        self._load = None
-        self.version = command.version
+    def _may_change(self, command: LoadWeights | Lend | TakeBack) -> bool:
+        is_in_flight = isinstance(command, LoadWeights) and not command.drain
+        return is_in_flight or not self._running
+
+    def _make_change(
+        self, command: LoadWeights | Lend | TakeBack
+    ) -> Generator[simpy.Event, Any, None]:
+        seconds = self._seconds_of(command)
+        yield self._time.work(seconds)
+        self._change = None
         if self._cache.unused is not None:
             self._cache.unused.clear()
-        self._emit(WeightsLoaded(self.id, command.version, self._costs.load_time))
+        if isinstance(command, TakeBack):
+            self._emit(TakenBack(self.id, seconds))
+            return
+        self.version = command.version
+        if isinstance(command, Lend):
+            self._emit(Lent(self.id, command.version, seconds))
+        else:
+            self._emit(WeightsLoaded(self.id, command.version, seconds))
+
+    def _seconds_of(self, command: LoadWeights | Lend | TakeBack) -> float:
+        lending = self._lending
+        if isinstance(command, LoadWeights):
+            return self._costs.load_time
+        assert lending is not None, "only a run with [lending] lends"
+        return lending.lend_time if isinstance(command, Lend) else lending.return_time
 
     def _admit(self) -> float | None:
         """Begin the pass that admits queued rollouts, and return its seconds; None if none can be admitted."""
-        if self._load is not None or self._is_full:
+        if self._change is not None or self._is_full:
             return None
         joined: list[Attempt] = []
         running, queue, queued = self._running, self._queue, self._queued

@@ -23,6 +23,7 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Generated,
+    Lend,
     LoadWeights,
     Postpone,
     Promote,
@@ -44,6 +45,7 @@ from streamrl.engine.messages import (
     StopReplica,
     StopTrainer,
     Take,
+    TakeBack,
     Train,
     TrainerLeaving,
     TrainerLost,
@@ -325,6 +327,10 @@ class SimWorld(World[Trace]):
                 self._transfer.push(command)
             case LoadWeights():
                 self._send(command, self.replicas[command.replica].load)
+            case Lend():
+                self.replicas[command.replica].lend(command)
+            case TakeBack():
+                self.replicas[command.replica].take_back(command)
             case Abort():
                 self._abort(command)
             case DrawPrompts():

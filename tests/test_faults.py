@@ -32,7 +32,7 @@ from streamrl.engine.trainer_side import ROLLED_BACK
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
-from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultKind
+from streamrl.runfile.simulation_config import OF_LENDING, OF_REWARD_MODEL, FaultKind
 from streamrl.sim.checkup.rehearsal import rehearse
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.world import SimWorld
@@ -53,7 +53,7 @@ REWARDED: dict[str, Any] = {
     "verifier.time": "100 ms",
 }
 """A reward model, for what strikes one."""
-SIMULATED = sorted(kind for kind in get_args(FaultKind) if kind != "driver-dies")
+SIMULATED = sorted({*get_args(FaultKind)} - {"driver-dies", *OF_LENDING})
 STEPS = 6
 
 

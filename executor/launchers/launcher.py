@@ -59,7 +59,7 @@ class Launcher(ABC):
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         """Start a replica of a kind, on GPUs that no other replica uses."""
-        own = self._roles.rollout.kinds[kind]
+        own = self._roles.replica_kinds[kind]
         config = self._configs.replica(replica_id, kind, model) | self._computing(own.pool)
         if engine_named(own.backend).runs_elsewhere:  # the process is only a client
             config["device"] = "cpu"

@@ -40,6 +40,8 @@ class PlacedRoles:
     rollout: RolloutConfig
     most_replicas: int
     """Maximum number of replicas at one time; a run may add some."""
+    lent: RolloutConfig | None
+    """Replicas on GPUs of the primary trainer; None if it lends none."""
     trainer: TrainerConfig
     followers: tuple[SecondaryTrainerConfig, ...]
     verifier: VerifierConfig
@@ -57,6 +59,7 @@ class PlacedRoles:
         return cls(
             rollout=run.rollout,
             most_replicas=most,
+            lent=run.lent,
             trainer=run.trainer,
             followers=run.followers,
             verifier=run.verifier,
@@ -64,6 +67,11 @@ class PlacedRoles:
             execute=run.execute,
             shares_gpus=policies.shares_gpus,
         )
+
+    @property
+    def replica_kinds(self) -> tuple[RolloutConfig, ...]:
+        """Every kind of replica; the last one may be on GPUs of the primary trainer."""
+        return (*self.rollout.kinds, *(() if self.lent is None else (self.lent,)))
 
     @property
     def trainers(self) -> tuple[TrainerConfig, ...]:
@@ -110,6 +118,9 @@ class Placement:
         rank = (stage x data + d) x tensor + t."""
         for follower in roles.followers:
             self.join(follower)
+        self._on_trainer = tuple(self._places_on_trainer(roles.lent))
+        self._lent_free = list(self._on_trainer)
+        """Places on GPUs of the primary trainer that no replica has."""
         self.reward_models = list(self._take_reward_models())
         """The place of each replica of the reward model."""
         for replica in range(len(first)):
@@ -129,7 +140,10 @@ class Placement:
         Raises:
             RuntimeError: no node has enough free GPUs.
         """
-        rollout = self._roles.rollout.kinds[kind]
+        rollout = self._roles.replica_kinds[kind]
+        if kind == self._roles.rollout.num_kinds:
+            self._replicas[replica] = self._lent_free.pop(0)
+            return self._replicas[replica]
         place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
         self._replicas[replica] = place
         return place
@@ -137,7 +151,9 @@ class Placement:
     def free(self, replica: int) -> None:
         """Release the GPUs of a replica that has ended, for its replacement."""
         place = self._replicas.pop(replica, None)
-        if place is not None:
+        if place is not None and place in self._on_trainer:
+            self._lent_free.append(place)
+        elif place is not None:
             self._free[place.pool][place.node].update(place.gpus)
 
     def _take_trainer(
@@ -153,6 +169,25 @@ class Placement:
         return tuple(
             Place(group.pool, group.node, (gpu,)) for group in groups for gpu in group.gpus
         )
+
+    def _places_on_trainer(self, lent: RolloutConfig | None) -> Iterator[Place]:
+        """Yield the places of replicas on GPUs of the primary trainer; those of one replica are on one node."""
+        if lent is None:
+            return
+        nodes: dict[tuple[str, int], list[int]] = {}
+        for place in self.trainers[0]:
+            nodes.setdefault((place.pool, place.node), []).extend(place.gpus)
+        degree = lent.tensor_parallel
+        found = [
+            Place(pool, node, tuple(gpus[first : first + degree]))
+            for (pool, node), gpus in nodes.items()
+            for first in range(0, len(gpus) - degree + 1, degree)
+        ]
+        if len(found) < lent.replicas:
+            raise RuntimeError(
+                f"the trainer's GPUs have room for {len(found)} lent replicas, not {lent.replicas}"
+            )
+        yield from found[: lent.replicas]
 
     def _take_reward_models(self) -> Iterator[Place]:
         verifier = self._roles.verifier

@@ -63,7 +63,7 @@ class RoleConfigs:
             "tensor_parallel": run.rollout.tensor_parallel,
             "expert_parallel": run.rollout.expert_parallel,
             "memory_utilization": run.rollout.memory_utilization,
-            "takes_turns": run.policies.shares_gpus,
+            "takes_turns": run.policies.shares_gpus or kind == self._run.rollout.num_kinds,
             "shares_prefixes": run.shares_prefixes,
             "save_time": float(run.execute.save_tokens_every),
             **self._common(),
@@ -122,7 +122,7 @@ class RoleConfigs:
             "seed": run.seed,
             "backend": run.trainer.backend,
             "reshard_after_forward": run.trainer.reshard_after_forward,
-            "offload": run.trainer.offload and not run.policies.shares_gpus,
+            "offload": run.trainer.offload and not (run.policies.shares_gpus or run.lending),
             "adapter_rank": run.sync.adapter_rank,
             **self._common(),
         }

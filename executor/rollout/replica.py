@@ -10,6 +10,7 @@ import msgspec
 from streamrl.engine.messages import (
     Generate,
     Generated,
+    Lend,
     LoadWeights,
     ReplicaStarted,
     StartReplica,
@@ -17,7 +18,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
-from streamrl.executor.roles import Completion, Manifest, ReplicaRole, Request
+from streamrl.executor.roles import Completion, Manifest, ReplicaRole, Request, reason_of
 from streamrl.executor.tokens import count_tokens, is_whole
 
 
@@ -64,6 +65,9 @@ class Replica:
         self._may_generate = asyncio.Event()
         """Cleared between a `load` and its sending: rollouts sent after a load must start under the new weights."""
         self._may_generate.set()
+        self._num_generating = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model and the manifest's weights, if any, and begin to serve."""
@@ -74,6 +78,16 @@ class Replica:
 
     async def generate(self, command: Generate) -> Generated:
         """Generate a rollout and put it into the buffer; a rollout that ended before a restart is there already."""
+        self._num_generating += 1
+        self._is_idle.clear()
+        try:
+            return await self._generate(command)
+        finally:
+            self._num_generating -= 1
+            if not self._num_generating:
+                self._is_idle.set()
+
+    async def _generate(self, command: Generate) -> Generated:
         with self._buffer.hold([command.rollout]) as (buffered,):
             if buffered.finish is not None:
                 num_tokens, version = buffered.kept
@@ -131,6 +145,46 @@ class Replica:
             asyncio.get_running_loop().call_soon(self._may_generate.set)
         loaded = await self._worker.load(manifest, command.drain)
         return WeightsLoaded(command.replica, command.version, loaded.load_time, loaded.checksum)
+
+    def hold(self) -> None:
+        """Let rollouts that are sent from now on wait until `lend` has ended."""
+        self._may_generate.clear()
+
+    async def lend(self, command: Lend, manifest: Manifest | None) -> str:
+        """Wake up, load weights unless they are the initial ones, and let held rollouts begin; return the checksum.
+
+        Raises:
+            WorkerLostError: it does not wake up, or cannot load. It is then useless, so it is killed.
+        """
+        try:
+            await self.wake()
+            if manifest is None:
+                return ""
+            return (await self._worker.load(manifest, True)).checksum
+        except WorkerLostError:
+            raise
+        except Exception as error:
+            reason = f"cannot generate on GPUs of the trainer: {reason_of(error)}"
+            self.kill(reason)
+            raise WorkerLostError(f"the replica {reason}") from None
+        finally:
+            self._may_generate.set()
+
+    async def take_back(self) -> None:
+        """Wait until its aborted rollouts have ended, then free the devices' memory until `wake`.
+
+        Raises:
+            WorkerLostError: it does not fall asleep. It is then killed, which frees the memory.
+        """
+        await self._is_idle.wait()
+        try:
+            await self.sleep()
+        except WorkerLostError:
+            raise
+        except Exception as error:
+            reason = f"did not sleep: {reason_of(error)}"
+            self.kill(reason)
+            raise WorkerLostError(f"the replica {reason}") from None
 
     async def sleep(self) -> None:
         """Free the devices' memory until `wake`."""

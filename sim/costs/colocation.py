@@ -1,4 +1,4 @@
-"""Compute how long shared GPUs need to switch between generation and training: policies.system = "colocated".
+"""Compute how long shared GPUs need to switch between generation and training: policies.system = "colocated", and [lending].
 
     generate ─► sleep ─► onload ─► score, train, step ─► reshard ─► offload ─► wake ─► generate
 
@@ -24,6 +24,9 @@ Data that fits next to the generator, in (1 - rollout.memory_utilization) of a G
 does not move. Some frameworks offload optimizer states in every switch, to pageable memory and at a
 fraction of the host link (`offload_bandwidth` of profiles/frameworks). All other bytes move at
 datasheet bandwidths. The framework's own calls come on top: `framework.switch_time`.
+
+With `[lending]` the same parts are two switches. Lending GPUs takes offload, reshard, wake and the framework's calls;
+taking them back takes onload. The KV cache is dropped. CUDA graphs stay captured, as in vLLM's sleep mode.
 """
 
 from __future__ import annotations
@@ -158,6 +161,12 @@ class PhaseChange:
         """Seconds from the end of a step until replicas can wake up."""
         return self.fill_time + self.reshard_time
 
+    @property
+    def lend_time(self) -> float:
+        """Seconds until GPUs of an idle trainer generate with its newest weights."""
+        handed = self.reshard_time + self.hand_over_time + self.wake_time
+        return self.offload_time + handed + self.switch_time
+
     def sync_costs(self) -> SyncCosts:
         """Return the change as a push and a load, the form that traces use.
 
@@ -174,6 +183,22 @@ class PhaseChange:
             tier=TIER,
             sources=self.sources,
         )
+
+
+@dataclass(frozen=True)
+class LendingCosts:
+    """Seconds in which GPUs that are lent neither train nor generate."""
+
+    lend_time: float
+    return_time: float
+    tier: Tier = TIER
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, lent: ReplicaHardware, trainer: TrainerHardware, own: OwnSwitch) -> LendingCosts:
+        """Return the seconds of both switches; `own` is what the framework adds to them."""
+        change = PhaseChange.of(lent, trainer, own)
+        return cls(change.lend_time, change.onload_time, sources=(*change.sources, own.source))
 
 
 def sync_costs(resolved: ResolvedRun) -> SyncCosts:

@@ -30,11 +30,11 @@ from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simula
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.frameworks import returns_log_probs
-from streamrl.runfile.gpu_pools import of_kind
+from streamrl.runfile.gpu_pools import of_kind, of_lent
 from streamrl.runfile.roles_config import AdmissionName
 from streamrl.sim.costs.cache_transfer import CacheTransfer, HostCache
-from streamrl.sim.costs.colocation import sync_costs
-from streamrl.sim.costs.corrections import Corrections, framework_sources
+from streamrl.sim.costs.colocation import LendingCosts, sync_costs
+from streamrl.sim.costs.corrections import Corrections, framework_sources, own_switch
 from streamrl.sim.costs.cpu_contention import CoreSharing
 from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode, compose_speculative
 from streamrl.sim.costs.inference import Shard
@@ -185,6 +185,10 @@ class Costs(TrainerCosts):
     """Costs of the reward-model replicas; None if there are none."""
     others: tuple[Costs, ...] = ()
     """For each kind in `rollout.others`, in order: costs of a run with replicas of this kind only."""
+    lent: Costs | None = None
+    """The same for the replicas on GPUs of the primary trainer; None if it lends none."""
+    lending: LendingCosts | None = None
+    """Seconds to lend these GPUs and to take them back."""
     partition: tuple[str, ...] = ()
     """Known before a run about the size of its errors: kind of model, silicon, and whether the framework is named."""
     provenance: dict[str, Provenance]
@@ -202,7 +206,8 @@ class Costs(TrainerCosts):
                 no model.
         """
         resolved = resolve(run)
-        return _of_kinds(resolved) if run.rollout.others else _of_one_kind(resolved)
+        costs = _of_kinds(resolved) if run.rollout.others else _of_one_kind(resolved)
+        return costs if run.lending is None else _with_lending(costs, resolved)
 
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -216,7 +221,12 @@ class Costs(TrainerCosts):
 
     def of_kind(self, kind: int) -> Costs:
         """Return the costs of a kind of replica; kind 0 is the first one in the run file."""
-        return self.others[kind - 1] if kind else self
+        return self.kinds[kind]
+
+    @property
+    def kinds(self) -> tuple[Costs, ...]:
+        """The costs of each kind of replica, as `Run.replica_kinds` has them."""
+        return (self, *self.others, *(() if self.lent is None else (self.lent,)))
 
     @property
     def load_time(self) -> float:
@@ -238,7 +248,7 @@ class Costs(TrainerCosts):
                 own.decode.per_context_token,
                 float(own.kv_capacity) if is_bound and own.kv_capacity < inf else None,
             )
-            for own in (self, *self.others)
+            for own in self.kinds
         ]
 
     @property
@@ -339,6 +349,26 @@ def _of_kinds(resolved: ResolvedRun) -> Costs:
         provenance[operation] = Provenance.joined([costs.provenance[operation] for costs in kinds])
     provenance["sync"] = Provenance.of(sync.tier, sync.sources)
     return replace(kinds[0], sync=sync, others=tuple(kinds[1:]), provenance=provenance)
+
+
+def _with_lending(costs: Costs, resolved: ResolvedRun) -> Costs:
+    """Add the costs of replicas on GPUs of the primary trainer.
+
+    Raises:
+        RunError: as `Costs.load`, with the keys of these replicas.
+    """
+    run = resolved.run
+    alone = resolve(run.of_kind(run.rollout.num_kinds))
+    try:
+        lent = _of_one_kind(alone)
+    except RunError as error:
+        raise of_lent(error) from None
+    own = own_switch(run.framework, alone.trainer.pool.gpu)
+    lending = LendingCosts.of(alone.replica, alone.trainer, own)
+    if run.costs.profile is not None:  # of CPUs, where nothing moves but new weights
+        lending = LendingCosts(lent.sync.load_time, 0.0, lent.sync.tier, lent.sync.sources)
+    provenance = {**costs.provenance, "switch": Provenance.of(lending.tier, lending.sources)}
+    return replace(costs, lent=lent, lending=lending, provenance=provenance)
 
 
 def _check(resolved: ResolvedRun) -> None:

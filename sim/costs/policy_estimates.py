@@ -12,7 +12,7 @@ from streamrl.engine.systems import moves_caches, needs_latency
 from streamrl.hardware.memory import most_running
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, resolve
 from streamrl.runfile.config import Run
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.roles_config import LendingConfig, RolloutConfig
 from streamrl.sim.costs.costs import Costs
 
 Points: TypeAlias = tuple[tuple[int, float], ...]
@@ -28,7 +28,12 @@ def fill_policies(run: Run, costs: Costs) -> Run:
     if policies.migration != "none" and policies.context_time is None:
         context_time = _context_time(resolved, costs)
         policies = replace(policies, context_time=context_time)
-    return replace(run, policies=policies, rollout=_fill_kinds(resolved, costs))
+    return replace(
+        run,
+        policies=policies,
+        rollout=_fill_kinds(resolved, costs),
+        lending=_fill_lending(resolved, costs),
+    )
 
 
 def empty_policies(run: Run, costs: Costs) -> Run:
@@ -38,6 +43,7 @@ def empty_policies(run: Run, costs: Costs) -> Run:
         run,
         policies=replace(run.policies, latency=None, context_time=None),
         rollout=replace(run.rollout, others=others),
+        lending=None if run.lending is None else replace(run.lending, share=None),
     )
     return empty if fill_policies(empty, costs) == run else run
 
@@ -80,6 +86,22 @@ def _fill_kinds(resolved: ResolvedRun, costs: Costs) -> RolloutConfig:
         for other, own, share in zip(rollout.others, points[1:], shares[1:], strict=True)
     )
     return replace(rollout, others=filled)
+
+
+def _fill_lending(resolved: ResolvedRun, costs: Costs) -> LendingConfig | None:
+    """Return the lending with the share of its replicas, if it is absent. They count as if they always generated."""
+    run, own, lent = resolved.run, resolved.run.lending, resolved.run.lent
+    if own is None or lent is None or own.share is not None or costs.lent is None:
+        return own
+    there = resolve(run.of_kind(run.rollout.num_kinds)).replica
+    points = (
+        latency_points(resolved.replicas[0], costs),
+        latency_points(there, costs.lent),
+    )
+    numbers = (run.rollout.replicas, lent.replicas)
+    first, share = even_shares(points, numbers, run.algorithm.rollouts_per_step)
+    found: LendingConfig = replace(own, share=share / first)
+    return found
 
 
 @lru_cache(maxsize=1024)

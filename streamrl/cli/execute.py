@@ -71,7 +71,7 @@ def execute(
     """
     set_verbosity(verbose, quiet)
     run = load_run(run_file, overrides or ())
-    if needs_costs(run.policies, run.rollout.others):
+    if needs_costs(run.policies, run.rollout.others, run.lending):
         from streamrl.sim.costs.costs import Costs
         from streamrl.sim.costs.policy_estimates import fill_policies
 

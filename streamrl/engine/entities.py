@@ -131,6 +131,8 @@ class Replica:
     """Index of its kind in the fleet."""
     share: float = 1.0
     """Rollouts that it gets for each rollout of a replica of the first kind."""
+    is_lent: bool = False
+    """Whether it is on GPUs of the primary trainer, and sleeps except while they are lent to it."""
     is_serving: bool = False
     loading: int | None = None
     """Version that its running `LoadWeights` brings."""

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from streamrl.engine.messages import (
     Command,
     Generate,
+    Lend,
     PushWeights,
     SaveCheckpoint,
+    TakeBack,
     Train,
     Verify,
 )
@@ -23,11 +25,13 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.simulation_config import FaultConfig, FaultKind
 
-Struck = Generate | Train | PushWeights | SaveCheckpoint | Verify
+Struck = Generate | Lend | TakeBack | Train | PushWeights | SaveCheckpoint | Verify
 STRUCK: dict[FaultKind, type[Struck]] = {
     "replica-dies": Generate,
     "replica-hangs": Generate,
     "replica-garbles": Generate,
+    "replica-dies-returning": TakeBack,
+    "trainer-dies-lending": Lend,
     "trainer-dies-training": Train,
     "trainer-dies-pushing": PushWeights,
     "trainer-dies-saving": SaveCheckpoint,
@@ -102,7 +106,7 @@ class FaultPlan:
         match command:
             case Generate() | Verify():
                 return command.rollout // self.rollouts_per_step + 1
-            case Train():
+            case Train() | Lend() | TakeBack():
                 return version + 1
             case PushWeights() | SaveCheckpoint():
                 return command.version

@@ -12,7 +12,7 @@ from streamrl.engine.entities import Group, Replica, Rollout
 from streamrl.engine.messages import Generated, ReplicaStarted, Resize, StartReplica, StopReplica
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.roles_config import LendingConfig, RolloutConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
 LOADS_PER_REPLICA = 8  # entries of a load heap per replica before outdated ones are removed
@@ -26,6 +26,8 @@ class Kind:
     """Target number of replicas."""
     share: float = 1.0
     """Rollouts that a replica gets for each rollout of one of the first kind."""
+    is_lent: bool = False
+    """Whether its replicas are on GPUs of the primary trainer."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,10 @@ class Fleet:
     """Serving replicas without rollouts, the longest idle first."""
     stopping: dict[int, Replica] = field(default_factory=dict)
     """Replicas that are being stopped."""
+    asleep: dict[int, Replica] = field(default_factory=dict)
+    """Replicas on GPUs of the primary trainer while the trainer has these GPUs."""
+    lent: dict[int, Replica] = field(default_factory=dict)
+    """Replicas that start on GPUs of the primary trainer, or have these GPUs."""
     kinds: list[Kind] = field(default_factory=lambda: [Kind(0)])
     """Target replicas by kind; `Resize` changes the first kind."""
     final: FinalLengths | None = None
@@ -160,6 +166,9 @@ class Fleet:
         """Record that a replica starts with `version`."""
         share = self.kinds[kind].share
         replica = Replica(replica_id, version, kind, share, loading=version)
+        if self.kinds[kind].is_lent:
+            replica.is_lent = True
+            self.lent[replica_id] = replica
         if self.final is not None:
             replica.places = ConcurrencyLimit(self.most_places)
         self.replicas[replica_id] = replica
@@ -186,13 +195,17 @@ class Fleet:
         self.num_serving[version] = self.num_serving.get(version, 0) + 1
         self._promise(replica, version)
         if not self.has_come_up:
-            self.has_come_up = self.num_up == len(self.replicas)
+            self.has_come_up = self.num_up == sum(not r.is_lent for r in self.replicas.values())
         if version != pushed_version or replica.must_load:
             self.outdated[replica_id] = replica
 
     def come_up(self, event: ReplicaStarted, pushed_version: int, num_running: int) -> None:
         """Record that a replica started, with its cache size; other replicas run `num_running` rollouts."""
-        places = self.replicas[event.replica].places
+        replica = self.replicas[event.replica]
+        if replica.is_lent:
+            self._sleep(replica)
+            return
+        places = replica.places
         if places is not None and self.final is not None:
             places.open(event.cache_tokens, self.final.expected(num_running))
         self.serve(event.replica, event.version, pushed_version)
@@ -214,8 +227,36 @@ class Fleet:
             self._remove(replica_id)
             self.num_lost += 1
 
+    def lend(self, replica_id: int, version: int) -> None:
+        """Record that a replica gets GPUs of the primary trainer, and then serves `version`."""
+        replica = self.lent[replica_id] = self.asleep.pop(replica_id)
+        self.load(replica_id, version)
+        replica.version = version
+
+    def take_back(self, replica_id: int) -> None:
+        """Record that a replica gets no rollouts any more, because the trainer takes its GPUs back."""
+        replica = self.lent[replica_id]
+        replica.loading = replica.version  # its command is running
+        self._break_promise(replica)
+        self.outdated.pop(replica_id, None)
+        self.idle.pop(replica_id, None)
+        if replica.is_serving:
+            replica.is_serving = False
+            self._leave_version(replica)
+
+    def end_lending(self, replica_id: int) -> None:
+        """Record that the trainer has the GPUs of a replica again."""
+        self._sleep(self.replicas[replica_id])
+
+    def _sleep(self, replica: Replica) -> None:
+        replica.loading = None
+        del self.lent[replica.id]
+        self.asleep[replica.id] = replica
+
     def _remove(self, replica_id: int) -> Replica:
         replica = self.replicas.pop(replica_id)
+        self.asleep.pop(replica_id, None)
+        self.lent.pop(replica_id, None)
         self.outdated.pop(replica_id, None)
         self.idle.pop(replica_id, None)
         self._changed.pop(replica_id, None)
@@ -350,13 +391,19 @@ def make_fleet(
     rollout: RolloutConfig,
     algorithm: AlgorithmConfig,
     workload: WorkloadConfig,
+    lending: LendingConfig | None = None,
+    lent: RolloutConfig | None = None,
 ) -> Fleet:
-    """Return the initial fleet of a run.
+    """Return the initial fleet of a run; `lent` are the replicas on GPUs of the primary trainer.
 
     Raises:
         ValueError: the share of rollouts for replicas of another kind is missing.
     """
     kinds = list(_kinds(rollout))
+    if lending is not None and lent is not None:
+        if lending.share is None:
+            raise ValueError("lending.share is missing, by which replicas get rollouts")
+        kinds.append(Kind(lent.replicas, lending.share, is_lent=True))
     if not policies.follows_pressure:
         return Fleet(kinds=kinds)
     longest = workload.max_prompt_tokens + rollout.max_tokens

@@ -23,7 +23,8 @@ def check(state: State) -> None:
     7. Open environments and episodes in flight are those that are counted, and at most as many as
     allowed. An episode acts and generates only with an environment; one with a reward has none
     left to close.
-    8. Each rollout of a running evaluation is to be sent, on a replica, or ended; none is on a
+    8. While replicas have GPUs of the primary trainer, it works on nothing. Only such replicas sleep.
+    9. Each rollout of a running evaluation is to be sent, on a replica, or ended; none is on a
     replica that is gone. Serving replicas have the version that is evaluated.
     """
     _check_accounts(state)
@@ -74,6 +75,14 @@ def _check_replicas(state: State) -> None:
         assert is_idle == (replica.id in state.fleet.idle), f"replica {replica.id}: idle or not?"
         for rollout_id, rollout in replica.rollouts.items():
             assert rollout.id == rollout_id and rollout.replica is replica
+    own = [replica.id for replica in state.fleet.replicas.values() if replica.is_lent]
+    assert sorted([*state.fleet.asleep, *state.fleet.lent]) == own, "a replica sleeps and is lent"
+    for replica in state.fleet.asleep.values():
+        assert not replica.is_serving and replica.promised is None and replica.loading is None
+    assert state.leader.is_lent == bool(state.fleet.lent)
+    assert state.leader.can_lend or not state.fleet.lent or not state.leader.is_ready, (
+        "the trainer works while its GPUs are lent"
+    )
     assert serving == state.fleet.num_serving, f"{serving} serve, not {state.fleet.num_serving}"
 
 

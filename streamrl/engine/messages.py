@@ -20,6 +20,8 @@ rollouts. A rollout is an episode of one turn or more: `Generate` continues it, 
     Step            Stepped             trainer
     PushWeights     WeightsPushed       link
     LoadWeights     WeightsLoaded       replica
+    Lend            Lent                replica on GPUs of trainer 0
+    TakeBack        TakenBack           replica on GPUs of trainer 0
     SaveCheckpoint  CheckpointSaved     trainer
     DrawEvaluation  EvaluationDrawn     workload
     Evaluate        Evaluated           replica, then verifier
@@ -228,6 +230,19 @@ class LoadWeights(Message, frozen=True):
     drain: bool
 
 
+class Lend(Message, frozen=True):
+    """Let `replica` generate on GPUs of trainer 0, which is idle, with weights of `version`."""
+
+    replica: int
+    version: int
+
+
+class TakeBack(Message, frozen=True):
+    """Return the GPUs of `replica` to trainer 0. Its rollouts were aborted before."""
+
+    replica: int
+
+
 class SaveCheckpoint(Message, frozen=True, omit_defaults=True):
     """Save everything that a resumed run needs at policy version `version`.
 
@@ -284,6 +299,8 @@ Command: TypeAlias = (
     | DrawPrompts
     | PushWeights
     | LoadWeights
+    | Lend
+    | TakeBack
     | Abort
     | Drop
     | Stop
@@ -533,6 +550,25 @@ class WeightsLoaded(Message, frozen=True, omit_defaults=True):
     checksum: str = ""
 
 
+class Lent(Message, frozen=True, omit_defaults=True):
+    """Replica `replica` generates with weights of `version` on GPUs of trainer 0."""
+
+    replica: int
+    version: int
+    switch_time: float
+    """Seconds in which these GPUs neither trained nor generated."""
+    checksum: str = ""
+    """Checksum of the weights; empty in a simulation, and for the initial weights."""
+
+
+class TakenBack(Message, frozen=True):
+    """Trainer 0 has the GPUs of `replica` again."""
+
+    replica: int
+    switch_time: float
+    """Seconds in which these GPUs neither trained nor generated."""
+
+
 class CheckpointSaved(Message, frozen=True):
     """The checkpoint of `version` is complete on disk."""
 
@@ -596,6 +632,8 @@ Event: TypeAlias = (
     | PromptsDrawn
     | WeightsPushed
     | WeightsLoaded
+    | Lent
+    | TakenBack
     | ReplicaStarted
     | ReplicaStopped
     | TrainerStarted

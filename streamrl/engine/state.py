@@ -47,6 +47,8 @@ from streamrl.engine.messages import (
     Generate,
     Generated,
     Interrupted,
+    Lend,
+    Lent,
     LoadWeights,
     Observed,
     Postpone,
@@ -70,6 +72,8 @@ from streamrl.engine.messages import (
     StopReplica,
     StopTrainer,
     Take,
+    TakeBack,
+    TakenBack,
     Train,
     Trained,
     TrainerJoined,
@@ -253,6 +257,12 @@ class State:
                 self.fleet.serve(replica_id, version, self.pushed_version)
             case ReplicaStarted():
                 self.fleet.come_up(event, self.pushed_version, self.num_generating)
+                self._look_at_lent()
+            case Lent(replica_id, version):
+                self.fleet.serve(replica_id, version, self.pushed_version)
+            case TakenBack(replica_id):
+                self.fleet.end_lending(replica_id)
+                self._look_at_lent()
             case TrainerStarted(trainer, version):
                 self.trainers[trainer].come_up(version)
                 self._look_at_trainers()
@@ -267,6 +277,7 @@ class State:
                 self._begin(event)
             case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
                 self.fleet.lose(replica_id)
+                self._look_at_lent()
             case TrainerLost(trainer, _):
                 self._lose_trainer(self.trainers[trainer])
             case CheckpointSaved(version, trainer):
@@ -335,8 +346,14 @@ class State:
                 self._drop(self.groups[group_id], reason)
             case Stop(reason):
                 self._stop(reason)
+            case Lend(replica_id, version):
+                self.fleet.lend(replica_id, version)
+                self._look_at_lent()
+            case TakeBack(replica_id):
+                self.fleet.take_back(replica_id)
             case StartReplica() | StopReplica() | Resize():
                 self.fleet.change(command)
+                self._look_at_lent()
             case DrawEvaluation(version):
                 self._own_evaluations.begin(version)
             case Evaluate():
@@ -594,6 +611,10 @@ class State:
         if self.evaluations is not None:
             self.evaluations.fall_back(version)
 
+    def _look_at_lent(self) -> None:
+        """Update whether replicas have GPUs of the primary trainer."""
+        self.leader.is_lent = bool(self.fleet.lent)
+
     def _look_at_trainers(self) -> None:
         """Update which trainers are up, and whether all steps are made; a lost trainer takes back even the last one."""
         self.is_stopping = self.stop_reason is not None or self.has_all_steps
@@ -618,7 +639,10 @@ class State:
                 self._own_evaluations.fail(rollout_id, is_lost=is_lost)
             case StartReplica(replica_id) | StopReplica(replica_id):
                 self.fleet.lose(replica_id)
-            case LoadWeights(replica_id) if replica_id not in self.fleet.replicas:
+                self._look_at_lent()
+            case LoadWeights(replica_id) | Lend(replica_id) | TakeBack(replica_id) if (
+                replica_id not in self.fleet.replicas
+            ):
                 pass  # its replica is lost, so there is nothing to load into
             case PushWeights():  # its own failure, unless its trainer is lost
                 self.failure_counts.num_failed_pushes += self.pushing is not None
@@ -639,7 +663,7 @@ class State:
     def _break_off(self, command: Command) -> None:
         """Record the end of a command whose failure no retry can fix."""
         match command:
-            case LoadWeights(replica_id):
+            case LoadWeights(replica_id) | Lend(replica_id) | TakeBack(replica_id):
                 self.fleet.replicas[replica_id].loading = None
             case DrawPrompts(_, num_groups):
                 self.num_admitted -= num_groups

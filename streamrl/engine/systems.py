@@ -30,6 +30,7 @@ from streamrl.engine.policies.dispatch import (
 )
 from streamrl.engine.policies.environments import EndOverdue, RunEnvironments
 from streamrl.engine.policies.evaluation import EvaluateVersions, HoldStep, WhileNotEvaluating
+from streamrl.engine.policies.lending import LendTrainer, WhileNotLending
 from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
 from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
 from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
@@ -74,6 +75,7 @@ from streamrl.runfile.policies_config import (
     WeightSyncName,
 )
 from streamrl.runfile.roles_config import (
+    LendingConfig,
     ReplicasConfig,
     RolloutConfig,
     TrainerConfig,
@@ -95,6 +97,7 @@ def build_policies(run: Run) -> list[Policy]:
     per_node = replicas_per_node(run.rollout, run.cluster.pools)
     promotion = Promotion.of(policies, run.secondary_trainer_names)
     leaders = (LEADER,) if promotion is None else (LEADER, promotion.trainer)
+    lending = _lending(run.lending, run.trainer)
     skips_uniform = any(run.as_seen_by(each).algorithm.leaves_out_uniform for each in leaders)
     return [
         # first, because an episode that it ends needs its reward
@@ -123,8 +126,10 @@ def build_policies(run: Run) -> list[Policy]:
         TakeInLine(LEADER),
         *_leave_over(policies.left_over, window),
         BoundedAdmission(window, system.waits_for_whole_batches),
+        *([lending] if lending is not None else []),
         _hold_step(
             run.evaluation,
+            lending,
             _streaming(
                 LEADER,
                 run.trainer,
@@ -145,9 +150,19 @@ def build_policies(run: Run) -> list[Policy]:
     ]
 
 
-def _hold_step(evaluation: EvaluationConfig | None, policy: Policy) -> Policy:
-    """Return the policy of the primary trainer's work, whose step an evaluation may hold."""
-    return policy if evaluation is None else HoldStep(policy)
+def _lending(config: LendingConfig | None, trainer: TrainerConfig) -> LendTrainer | None:
+    """Return the policy that lends the primary trainer's GPUs; None if the run lends none."""
+    if config is None:
+        return None
+    return LendTrainer(config.until, rollouts_that_fill(trainer), adapts=config.adapts)
+
+
+def _hold_step(
+    evaluation: EvaluationConfig | None, lending: LendTrainer | None, policy: Policy
+) -> Policy:
+    """Return the policy of the primary trainer's work, whose step an evaluation may hold, and whose GPUs may be lent."""
+    held = policy if lending is None else WhileNotLending(policy, lending)
+    return held if evaluation is None else HoldStep(held)
 
 
 def _hold_weights(evaluation: EvaluationConfig | None, policies: list[Policy]) -> list[Policy]:
@@ -317,9 +332,14 @@ def needs_latency(policies: PoliciesConfig) -> bool:
     )
 
 
-def needs_costs(policies: PoliciesConfig, others: tuple[ReplicasConfig, ...]) -> bool:
+def needs_costs(
+    policies: PoliciesConfig,
+    others: tuple[ReplicasConfig, ...],
+    lending: LendingConfig | None = None,
+) -> bool:
     """Whether costs must fill in a value before the engine of the run can be built."""
-    return needs_latency(policies) or any(other.share is None for other in others)
+    lacks_share = lending is not None and lending.share is None
+    return needs_latency(policies) or lacks_share or any(other.share is None for other in others)
 
 
 def moves_caches(migration: MigrationName, migration_transfer: str) -> bool:
@@ -375,7 +395,9 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         num_steps=ENDLESS if is_endless else run.algorithm.steps,
         trainers=trainers,
         leader=trainers[LEADER],
-        fleet=make_fleet(run.policies, run.rollout, run.algorithm, run.workload),
+        fleet=make_fleet(
+            run.policies, run.rollout, run.algorithm, run.workload, run.lending, run.lent
+        ),
         recent=RecentLengths(enough=run.algorithm.rollouts_per_step),
         waiting=WaitingRollouts(run.policies.learns_from_siblings),
         failure_counts=FailureCounts(deque(maxlen=run.policies.max_failures_per_minute)),

@@ -257,6 +257,8 @@ class TrainerSide:
     is_ready: bool = False
     is_up: bool = False
     """Whether its worker is running, even if that worker has failed."""
+    is_lent: bool = False
+    """Whether replicas have some of its GPUs, so that it can do nothing."""
     is_away: bool = False
     """Whether it was detached. It then finishes its work, is saved and stopped, and skips all new
     groups.
@@ -312,6 +314,11 @@ class TrainerSide:
     @property
     def is_free(self) -> bool:
         """Whether it can start a command now."""
+        return self.can_lend and not self.is_lent
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether replicas may have its GPUs now."""
         return self.is_ready and self.command is None
 
     @property

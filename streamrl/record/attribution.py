@@ -10,6 +10,7 @@ held-out prompts by a replica that generates nothing for training meanwhile.
 | start-up     | replica, trainer, verifier | its own start, or that of replicas that start with it   |
 | failure      | replica, trainer, verifier | a replacement replica, or the restart of a lost trainer |
 | sync         | replica, trainer, verifier | weights that are pushed or loaded                       |
+| switch       | replica on trainer GPUs    | GPUs that change sides: they are lent, or taken back    |
 | skew         | replica, trainer           | stragglers of the step, while other replicas are idle   |
 | pipeline     | replica                    | the trainer (on-policy: generation cannot run ahead)    |
 |              | trainer                    | rollouts, while no replica is idle                      |
@@ -30,6 +31,8 @@ held-out prompts by a replica that generates nothing for training meanwhile.
 The primary trainer decides what replicas wait for, because secondary trainers delay nobody.
 Verifiers are a side only where they have GPUs. Each worker computes one reward at a time. A worker
 without a reward to compute waits for rollouts, or for the same cause as replicas.
+
+GPUs of the primary trainer that are lent to replicas count as the trainer's. Their activity is that of the replica.
 
 GPUs that replicas and the primary trainer share count once, as one side. Their activity is that of
 the role that works, generation before training. While neither works, they wait for the same cause
@@ -65,6 +68,7 @@ IDLE = (
     "start-up",
     "failure",
     "sync",
+    "switch",
     "skew",
     "pipeline",
     "staleness",
@@ -135,7 +139,7 @@ class AttributionReader(MessageReader):
         """GPU-seconds of the current slot, by side and by activity or cause."""
         self._known: dict[tuple[bool, ...], SharesByKey] = {}
         """By the rollouts that trainers lack: the shares of GPUs, while all other counts are the same."""
-        self._counts = Counts(run.rollout.num_kinds, run.num_trainers)
+        self._counts = Counts(len(run.replica_kinds), run.num_trainers)
         self._swept_until = 0.0
         self._slot = 0
         self._is_on_policy = choose_system(run.policies).staleness_bound == 0
@@ -143,6 +147,7 @@ class AttributionReader(MessageReader):
             (kind_name(kind), own.gpus_per_replica) for kind, own in enumerate(run.rollout.kinds)
         ]
         """Name of each kind of replica, and the GPUs of one."""
+        self._lent_degree = 0 if run.lent is None else run.lent.gpus_per_replica
 
     def mark(self, times: Sequence[float]) -> None:
         """Add instants for `between`. Call this before entries after these instants are read."""
@@ -187,6 +192,8 @@ class AttributionReader(MessageReader):
             parts[0].source,
         )
         own = {kind_name(kind): each for kind, each in enumerate(parts)} | {SHARED: parts[0]}
+        if self._lent_degree:
+            own[TRAINER] = parts[self._run.rollout.num_kinds]
         none = Parts(0.0, 0.0, 0.0, parts[0].source)
         return SidesAttribution(
             whole=_shares(whole, together),
@@ -249,7 +256,15 @@ class AttributionReader(MessageReader):
             for kind, (name, degree) in enumerate(self._degrees):
                 for activity, replicas in _replica_shares(counts, kind, is_on_policy):
                     yield name, activity, replicas * degree
-            yield TRAINER, _primary_trainer_activity(counts), run.trainer.num_gpus
+            num_lent = 0
+            if self._lent_degree:
+                own, degree = counts.kinds[run.rollout.num_kinds], self._lent_degree
+                num_lent = own["replicas"] * degree
+                for activity, replicas in _replica_shares(
+                    counts, run.rollout.num_kinds, is_on_policy
+                ):
+                    yield TRAINER, activity, replicas * degree
+            yield TRAINER, _primary_trainer_activity(counts), run.trainer.num_gpus - num_lent
         for number, secondary in enumerate(run.followers, start=1):
             num_gpus = 0 if counts.trainers[number]["away"] else secondary.num_gpus
             yield secondary.name, _secondary_trainer_activity(counts, number), num_gpus
@@ -319,6 +334,7 @@ def _replica_shares(counts: Counts, kind: int, is_on_policy: bool) -> Iterator[t
     yield _start_cause(counts), missing + own["replica start-up"]
     yield "generate", own["replica generate"]
     yield "sync", own["replica sync"]
+    yield "switch", own["replica switch"]
     yield EVALUATE, _num_evaluating(own)
     yield _replica_cause(counts, is_on_policy), _num_idle(own)
 
@@ -425,7 +441,7 @@ def _num_idle(counts: dict[str, int]) -> int:
 def _num_not_training(counts: dict[str, int]) -> int:
     """Return the number of started replicas that neither generate for training nor load weights."""
     is_up = counts["replicas"] - counts["replica start-up"]
-    return is_up - counts["replica generate"] - counts["replica sync"]
+    return is_up - counts["replica generate"] - counts["replica sync"] - counts["replica switch"]
 
 
 def _num_evaluating(counts: dict[str, int]) -> int:

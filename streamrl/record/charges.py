@@ -34,9 +34,9 @@ from streamrl.runfile.units import SECONDS_PER_HOUR
 class PaidReplicas(MessageReader):
     """Counts the replicas that are paid for: the wanted number, or the existing number if it is larger."""
 
-    def __init__(self, wanted: int) -> None:
-        """Start with the number of replicas in the run file."""
-        self._wanted, self._there = wanted, 0
+    def __init__(self, wanted: int, lent: RolloutConfig | None) -> None:
+        """Start with the number of replicas in the run file; those of `lent` are on GPUs of the trainer."""
+        self._wanted, self._there = wanted, 0 if lent is None else -lent.replicas
         self._since = [0.0]
         self._paid = [wanted]
 
@@ -76,7 +76,7 @@ class PaidReplicas(MessageReader):
 
 def read_replicas(trace: Trace) -> PaidReplicas:
     """Return the paid replicas of a whole trace."""
-    replicas = PaidReplicas(trace.run.rollout.num_replicas)
+    replicas = PaidReplicas(trace.run.rollout.num_replicas, trace.run.lent)
     replicas.read(trace.entries)
     return replicas
 

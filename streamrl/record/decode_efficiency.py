@@ -51,11 +51,11 @@ def measured_yield(run: Run) -> list[DecodeYield]:
     path = Path(run.costs.profile)
     try:
         profile = scaled_to_mean_speed(read_measured(path))
-        for kind in range(run.rollout.num_kinds):
+        for kind in range(len(run.replica_kinds)):
             check_fits(profile, run.of_kind(kind), path)
     except ValueError:
         return []
-    fits = [fit_decode(profile.decode, own.max_running) for own in run.rollout.kinds]
+    fits = [fit_decode(profile.decode, own.max_running) for own in run.replica_kinds]
     return [DecodeYield.of(fit.base, fit.per_context_token, None) for fit in fits]
 
 
@@ -205,7 +205,7 @@ class FullBatches(NamedTuple):
     @classmethod
     def of(cls, trace: Trace) -> FullBatches:
         """Return what the header of a trace says about full batches."""
-        return cls(trace.decode, trace.run.rollout.kinds, trace.run.rollouts_per_prompt)
+        return cls(trace.decode, trace.run.replica_kinds, trace.run.rollouts_per_prompt)
 
 
 def lost_of(
@@ -408,7 +408,9 @@ class PartsReader:
                 self._add_seconds(kind, "recomputed", timeline.recomputed)
         for replica in {**timeline.replicas, **timeline.prefills}:
             spans = timeline.replicas.get(replica, [])
-            loads = [(span.start, span.end) for span in spans if span.activity == "sync"]
+            loads = [
+                (span.start, span.end) for span in spans if span.activity in ("sync", "switch")
+            ]
             paused = np.concatenate(
                 [timeline.prefills.get(replica, NO_ROWS), np.array(loads).reshape(-1, 2)]
             )

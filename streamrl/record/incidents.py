@@ -11,6 +11,7 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Interrupted,
+    Lend,
     LoadWeights,
     ReplicaLost,
     ReplicaStarted,
@@ -18,6 +19,7 @@ from streamrl.engine.messages import (
     Stepped,
     Stop,
     StopReplica,
+    TakeBack,
     TrainerLost,
     TrainerStarted,
 )
@@ -115,7 +117,7 @@ class _Reader:
 
     def _fail(self, time: float, command: Command, reason: str) -> None:
         """Count commands of a lost replica with its loss; other failures are incidents of their own."""
-        if isinstance(command, Generate | LoadWeights | StopReplica):
+        if isinstance(command, Generate | LoadWeights | Lend | TakeBack | StopReplica):
             lost = self._replicas.get(command.replica)
             if lost is not None:
                 lost.num_failed += type(command) is Generate
@@ -149,6 +151,8 @@ COMMANDS = {
     "Step": "an optimizer step",
     "PushWeights": "a push of weights",
     "LoadWeights": "loading weights",
+    "Lend": "lending trainer GPUs",
+    "TakeBack": "taking back trainer GPUs",
     "SaveCheckpoint": "a checkpoint",
     "StartReplica": "the start of a replica",
     "StartTrainer": "the start of a trainer",

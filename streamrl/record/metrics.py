@@ -90,7 +90,7 @@ class PaceReader(MessageReader):
         """Read the header of a trace; pass its entries to `read`."""
         self.trace = trace
         self.flow = Flow(trace.run.num_trainers, trace.joined)
-        self.replicas = PaidReplicas(trace.run.rollout.num_replicas)
+        self.replicas = PaidReplicas(trace.run.rollout.num_replicas, trace.run.lent)
         self.pushes = Pushes()
         self.stopped_for = ""
         """Why the run stopped or was interrupted; empty if it was not."""
@@ -160,7 +160,7 @@ def read_run(trace: Trace) -> RunReader:
     return reader
 
 
-VERIFY, SYNC = "verify", "sync"
+VERIFY, SYNC, SWITCH = "verify", "sync", "switch"
 """Names of activities that are also operations with a tier of their own."""
 
 TRAINING = ("score", "train")
@@ -609,6 +609,10 @@ def _weights(
 
 
 def _waits(trace: Trace, shares: SidesAttribution) -> Iterator[tuple[str, float]]:
-    """Yield the weight sync with the share of GPU-seconds that wait for weights, if its tier is known."""
-    if SYNC in trace.facts:
-        yield SYNC, shares.whole.idle.get(SYNC, 0.0)
+    """Yield the weight sync, and switches of lent GPUs, with the share of GPU-seconds that wait for them.
+
+    Each is yielded only if its tier is known.
+    """
+    for wait in (SYNC, SWITCH):
+        if wait in trace.facts:
+            yield wait, shares.whole.idle.get(wait, 0.0)

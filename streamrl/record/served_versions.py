@@ -10,6 +10,8 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Generated,
+    Lend,
+    Lent,
     LoadWeights,
     ReplicaStarted,
     StartReplica,
@@ -73,10 +75,10 @@ class ServedVersions:
         """Yield the handler of each type of message; `see_sampled` is called for every `Generated`."""
         yield {
             WeightsPushed: self._see_pushed,
-            WeightsLoaded: self._see_served,
+            **dict.fromkeys((WeightsLoaded, Lent), self._see_served),
             ReplicaStarted: self._see_served,
             Failed: self._see_failed,
-            LoadWeights: self._begin_load,
+            **dict.fromkeys((LoadWeights, Lend), self._begin_load),
             StartReplica: self._begin_load,
             Generate: self._send,
         }
@@ -115,7 +117,7 @@ class ServedVersions:
     def _see_pushed(self, event: WeightsPushed, _: float) -> None:
         self._pushed[event.version] = event.checksum
 
-    def _begin_load(self, command: LoadWeights | StartReplica, _: float) -> None:
+    def _begin_load(self, command: LoadWeights | Lend | StartReplica, _: float) -> None:
         if command.version not in self._pushed:
             self._report_fault(
                 f"replica {command.replica} loads version {command.version}, which was never pushed"
@@ -127,7 +129,7 @@ class ServedVersions:
 
     def _see_failed(self, event: Failed, _: float) -> None:
         match event.command:
-            case LoadWeights(replica) | StartReplica(replica):
+            case LoadWeights(replica) | Lend(replica) | StartReplica(replica):
                 self._loading.pop(replica, None)
                 self._early.pop(replica, None)
             case Generate(rollout):
@@ -135,7 +137,7 @@ class ServedVersions:
             case _:
                 pass  # served nothing
 
-    def _see_served(self, event: WeightsLoaded | ReplicaStarted, _: float) -> None:
+    def _see_served(self, event: WeightsLoaded | Lent | ReplicaStarted, _: float) -> None:
         assigned, version = self._loading.pop(event.replica, None), event.version
         if assigned is None or assigned.version != version:
             self._report_fault(
@@ -157,10 +159,10 @@ class ServedVersions:
         else:
             self.unverified.add(version)
 
-    def _serve(self, event: WeightsLoaded | ReplicaStarted) -> None:
+    def _serve(self, event: WeightsLoaded | Lent | ReplicaStarted) -> None:
         """Record the version that a replica serves from now on; a restarted replica has no earlier one."""
         serving, before = Serving(event.version), self._serving.get(event.replica)
-        if before is not None and isinstance(event, WeightsLoaded):
+        if before is not None and isinstance(event, WeightsLoaded | Lent):
             before.next = serving
         self._serving[event.replica] = serving
 

@@ -6,6 +6,8 @@ of the run         wanted, replicas, lost, has prompts, has last prompts, push, 
                    "replica X" by activity
 of each trainer    its activities, and the waiting, ungenerated and unverified rollouts of its next step
 
+Replicas on GPUs of the primary trainer count only while these GPUs are lent to them, or change sides.
+
 A run with environments also has "acting" and "environments starting". A run with evaluations has
 "evaluation", while training waits for one, and "replica evaluate".
 """
@@ -31,6 +33,7 @@ from streamrl.engine.messages import (
     Failed,
     Generate,
     Generated,
+    Lend,
     Observed,
     PromptsDrawn,
     ReplicaLost,
@@ -42,6 +45,7 @@ from streamrl.engine.messages import (
     Stepped,
     StopReplica,
     Take,
+    TakenBack,
     TrainerJoined,
     TrainerLost,
     TrainerStopped,
@@ -99,7 +103,12 @@ class ChangeReader(MessageReader):
         run, joined, trainers = trace.run, trace.joined, range(trace.run.num_trainers)
         prompts = [run.as_seen_by(trainer).algorithm.prompts_per_step for trainer in trainers]
         self._sources: list[_Source] = [
-            _RunChanges(run.rollout.replicas, run.algorithm.steps, is_endless=trace.is_endless),
+            _RunChanges(
+                run.rollout.replicas,
+                run.algorithm.steps,
+                run.rollout.num_kinds,
+                is_endless=trace.is_endless,
+            ),
             *(
                 _RolloutChanges(n, prompts[n], n not in joined, run.environment is not None)
                 for n in trainers
@@ -115,6 +124,7 @@ class ChangeReader(MessageReader):
             CountChange(0.0, "wanted", own.replicas, kind=kind)
             for kind, own in enumerate(run.rollout.kinds)
         ]
+        self._lent_kind = run.rollout.num_kinds
         self._untaken += [CountChange(0.0, "away", 1, n) for n in trainers if n in joined]
 
     def handlers(self) -> Iterator[Handlers]:
@@ -124,7 +134,7 @@ class ChangeReader(MessageReader):
 
     def take(self, timeline: Timeline) -> list[CountChange]:
         """Return all changes up to the end of the next part of the timeline, in order of time, each once."""
-        changes = [*self._untaken, *_span_changes(timeline)]
+        changes = [*self._untaken, *_span_changes(timeline, self._lent_kind)]
         for source in self._sources:
             changes += source.changes
             source.changes.clear()
@@ -144,10 +154,12 @@ class _Source(MessageReader):
         self.changes: list[CountChange] = []
 
 
-def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
+def _span_changes(timeline: Timeline, lent_kind: int) -> Iterator[CountChange]:
     for replica, spans in timeline.replicas.items():
         kind = timeline.kinds.get(replica, 0)
         for span in spans:
+            if kind == lent_kind and span.activity == "start-up":
+                continue  # the trainer has its GPUs
             yield CountChange(span.start, f"replica {span.activity}", 1, kind=kind)
             yield CountChange(span.end, f"replica {span.activity}", -1, kind=kind)
     for trainer, spans in timeline.trainers.items():
@@ -162,8 +174,11 @@ def _span_changes(timeline: Timeline) -> Iterator[CountChange]:
 class _RunChanges(_Source):
     """Counts wanted, existing and lost replicas, and draws of prompts."""
 
-    def __init__(self, replicas: int, steps: int, *, is_endless: bool) -> None:
+    def __init__(self, replicas: int, steps: int, lent_kind: int, *, is_endless: bool) -> None:
         super().__init__()
+        self._lent_kind = lent_kind
+        self._lent: dict[int, None] = {}
+        """Replicas that have GPUs of the primary trainer."""
         self._wanted = replicas
         self._kinds: dict[int, int] = {}
         """By replica: its kind."""
@@ -178,6 +193,8 @@ class _RunChanges(_Source):
             Failed: self._fail,
             StartReplica: self._start,
             Resize: self._resize,
+            Lend: self._lend,
+            TakenBack: lambda event, time: self._end_lending(event.replica, time),
         }
 
     def _draw(self, event: PromptsDrawn, time: float) -> None:
@@ -202,10 +219,24 @@ class _RunChanges(_Source):
         self.changes.append(CountChange(time, "lost", 1))
 
     def _stop(self, replica: int, time: float) -> None:
+        if self._kinds[replica] == self._lent_kind:
+            self._end_lending(replica, time)
+            return
         self.changes.append(CountChange(time, "replicas", -1, kind=self._kinds[replica]))
+
+    def _lend(self, command: Lend, time: float) -> None:
+        self._lent[command.replica] = None
+        self.changes.append(CountChange(time, "replicas", 1, kind=self._lent_kind))
+
+    def _end_lending(self, replica: int, time: float) -> None:
+        if replica in self._lent:
+            del self._lent[replica]
+            self.changes.append(CountChange(time, "replicas", -1, kind=self._lent_kind))
 
     def _start(self, command: StartReplica, time: float) -> None:
         self._kinds[command.replica] = command.kind
+        if command.kind == self._lent_kind:
+            return
         self.changes.append(CountChange(time, "replicas", 1, kind=command.kind))
 
     def _resize(self, command: Resize, time: float) -> None:

@@ -17,6 +17,8 @@ from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
     Failed,
+    Lend,
+    Lent,
     LoadWeights,
     PushWeights,
     ReplicaLost,
@@ -29,6 +31,8 @@ from streamrl.engine.messages import (
     Step,
     Stepped,
     StopTrainer,
+    TakeBack,
+    TakenBack,
     Train,
     Trained,
     TrainerLost,
@@ -66,7 +70,7 @@ class Span(NamedTuple):
     start: float
     end: float
     activity: str
-    """start-up, generate, sync, score, train, checkpoint, failure, push or verify."""
+    """start-up, generate, sync, switch, score, train, checkpoint, failure, push or verify."""
     label: str = ""
 
 
@@ -78,7 +82,8 @@ class Timeline(NamedTuple):
     """Every span of a run, or of a part of it, by resource and in order of time."""
 
     replicas: dict[int, list[Span]]
-    """By replica: "generate" while a rollout runs, "sync" while weights are loaded, "start-up"; gaps are idle."""
+    """By replica: "generate" while a rollout runs, "sync" while weights are loaded, "switch" while the trainer lends or
+    takes back its GPUs, "start-up"; gaps are idle."""
     trainers: dict[int, list[Span]]
     """By trainer; gaps are idle. "failure" lasts from a loss until the trainer has restarted, or from a failure without
     a retry to the end of the trace."""
@@ -167,6 +172,8 @@ class TimelineReader(MessageReader):
         self._attempts = AttemptReader()
         self._loading: dict[tuple[int, int], float] = {}
         """By replica and version: the instant of the command to load it."""
+        self._switching: dict[int, float] = {}
+        """By replica: the instant of the command to lend it GPUs or to take them back."""
         self._generating: dict[int, Floats] = {}
         """By replica: a row (start, end, rollout) for each attempt, or part of one, that was not returned yet."""
         self._prefills: dict[int, Floats] = {}
@@ -197,6 +204,8 @@ class TimelineReader(MessageReader):
             ReplicaLost: lambda event, now: self._lose_replica(event.replica, now),
             LoadWeights: self._begin_load,
             WeightsLoaded: self._end_load,
+            **dict.fromkeys((Lend, TakeBack), self._begin_switch),
+            **dict.fromkeys((Lent, TakenBack), self._end_switch),
             PushWeights: self._begin_push,
             WeightsPushed: lambda event, now: self._end_push(event.version, now),
             **dict.fromkeys(TRAINER_WORK, self._begin_work),
@@ -215,7 +224,8 @@ class TimelineReader(MessageReader):
         oldest one in progress.
         """
         pushes = [self._pushed_at] if self._num_pushes else []
-        begun = [*self._attempts.sent_at(), *self._loading.values(), *pushes]
+        switches = [*self._loading.values(), *self._switching.values()]
+        begun = [*self._attempts.sent_at(), *switches, *pushes]
         return max(self._since, min(begun, default=self.now))
 
     def take(self, until: float) -> Timeline:
@@ -315,6 +325,13 @@ class TimelineReader(MessageReader):
         label = f"v{event.version}"
         self._loads[event.replica].append(Span(now - event.load_time, now, "sync", label))
 
+    def _begin_switch(self, command: Lend | TakeBack, now: float) -> None:
+        self._switching[command.replica] = now
+
+    def _end_switch(self, event: Lent | TakenBack, now: float) -> None:
+        self._switching.pop(event.replica, None)
+        self._loads[event.replica].append(Span(now - event.switch_time, now, "switch"))
+
     # Links ----------------------------------------------------------------------------------------
 
     def _begin_push(self, _: PushWeights, now: float) -> None:
@@ -366,6 +383,8 @@ class TimelineReader(MessageReader):
                 self._lose_replica(replica, now)
             case LoadWeights(replica, version):
                 self._loading.pop((replica, version), None)
+            case Lend(replica) | TakeBack(replica):
+                self._switching.pop(replica, None)
             case PushWeights(version):
                 self._end_push(version, now)
             case Verify() if self._has_verifier:

@@ -152,6 +152,7 @@ CAUSES_IN_SHORT = {
     "start-up": "replicas or trainers start",
     "failure": "a lost worker is replaced",
     "sync": "waiting for weights",
+    "switch": "trainer GPUs change sides",
     "skew": "waiting for the longest rollouts of a step",
     "pipeline": "waiting for the other side",
     "staleness": "as far ahead of training as allowed",

@@ -25,6 +25,7 @@ CAUSES = {
     "start-up": "a replica or a trainer is coming up",
     "failure": "a lost replica is being replaced, or a lost trainer is coming up again",
     "sync": "weights are on their way or being loaded",
+    "switch": "GPUs of the trainer are being lent to replicas or taken back",
     "skew": "the longest rollouts of a step still run while other replicas are done (stragglers)",
     "pipeline": "one side waits for the work of the other",
     "staleness": "generation is as far ahead of training as it may be",

@@ -28,6 +28,7 @@ from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.roles_config import (
     NARROW,
+    LendingConfig,
     ReplicasConfig,
     RewardConfig,
     RolloutConfig,
@@ -44,6 +45,7 @@ from streamrl.runfile.scorer_choice import (
     scorer_names,
 )
 from streamrl.runfile.simulation_config import (
+    OF_LENDING,
     OF_REWARD_MODEL,
     FaultConfig,
     FaultKind,
@@ -384,18 +386,29 @@ FAULT_KEYS: dict[FaultKind, tuple[str, ...]] = {
 
 
 def check_faults(
-    faults: tuple[FaultConfig, ...], steps: int, reward_model: RewardConfig | None
+    faults: tuple[FaultConfig, ...],
+    steps: int,
+    reward_model: RewardConfig | None,
+    lending: LendingConfig | None,
 ) -> None:
     """Raise `RunError` where a fault has no moment, or several, or says too little or too much."""
     for number, fault in enumerate(faults):
         key = f"faults.{number}"
-        _check_victim(fault, f"{key}.kind", reward_model)
+        _check_victim(fault, f"{key}.kind", reward_model, lending)
         _check_moment(fault, key, steps)
         for name in ("duration", "factor"):
             _check_said(fault, key, name)
 
 
-def _check_victim(fault: FaultConfig, key: str, reward_model: RewardConfig | None) -> None:
+def _check_victim(
+    fault: FaultConfig,
+    key: str,
+    reward_model: RewardConfig | None,
+    lending: LendingConfig | None,
+) -> None:
+    if fault.kind in OF_LENDING and lending is None:
+        text = f"{key} {fault.kind!r} strikes when GPUs change sides: add the section [lending]"
+        raise RunError(key, fault.kind, None, text, ("lending",))
     if fault.kind in OF_REWARD_MODEL and reward_model is None:
         text = f"{key} {fault.kind!r} needs a reward model, but no [[verifier.reward]] is one"
         raise RunError(key, fault.kind, None, text, ("verifier.reward",))
@@ -723,7 +736,9 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: check_checkpoints(run.execute.checkpoints, run.evaluation),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),
-    lambda run: check_faults(run.faults, run.algorithm.steps, run.verifier.reward_model),
+    lambda run: check_faults(
+        run.faults, run.algorithm.steps, run.verifier.reward_model, run.lending
+    ),
     lambda run: check_rewards(run.verifier, run.rollout.max_tokens),
     lambda run: check_prompt_sources(run.workload, run.verifier),
     lambda run: check_shares(run.followers, run.workload.group_rewards),

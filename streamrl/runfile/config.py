@@ -24,6 +24,7 @@ from streamrl.runfile.notebook import html_table
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
+    LendingConfig,
     RolloutConfig,
     SecondaryTrainerConfig,
     TrainerConfig,
@@ -183,6 +184,7 @@ class Run(Section, frozen=True, kw_only=True):
     cluster: ClusterConfig
     rollout: RolloutConfig
     trainer: TrainerConfig
+    lending: LendingConfig | None = None
     algorithm: AlgorithmConfig
     workload: WorkloadConfig = WorkloadConfig()
     environment: EnvironmentConfig | None = None
@@ -230,10 +232,41 @@ class Run(Section, frozen=True, kw_only=True):
 
     def of_kind(self, kind: int) -> Run:
         """Return the run as if it had replicas of one kind alone, the one that is named first where 0."""
-        if not self.rollout.others:
+        if not self.rollout.others and self.lending is None:
             return self
-        found: Run = msgspec.structs.replace(self, rollout=self.rollout.kinds[kind])
+        found: Run = msgspec.structs.replace(self, rollout=self.replica_kinds[kind], lending=None)
         return found
+
+    @property
+    def lent(self) -> RolloutConfig | None:
+        """The replicas on GPUs of the primary trainer; None if it lends none."""
+        own, degrees = self.lending, {}
+        if own is None:
+            return None
+        if own.tensor_parallel is not None:
+            whole_experts = self.rollout.expert_parallel > 1
+            degrees = {
+                "tensor_parallel": own.tensor_parallel,
+                "pipeline_parallel": 1,
+                "data_parallel": 1,
+                "expert_parallel": own.tensor_parallel if whole_experts else 1,
+            }
+        alone: RolloutConfig = msgspec.structs.replace(
+            self.rollout,
+            pool=self.trainer.pool,
+            memory_utilization=own.memory_utilization or self.rollout.memory_utilization,
+            others=(),
+            **degrees,
+        )
+        most = self.trainer.num_gpus // alone.gpus_per_replica
+        found: RolloutConfig = msgspec.structs.replace(alone, replicas=own.replicas or most)
+        return found
+
+    @property
+    def replica_kinds(self) -> tuple[RolloutConfig, ...]:
+        """What each kind of replica is by itself; the last ones may be on GPUs of the primary trainer."""
+        lent = self.lent
+        return self.rollout.kinds if lent is None else (*self.rollout.kinds, lent)
 
     @property
     def on_held_out_prompts(self) -> Run:

@@ -41,6 +41,7 @@ from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
     AlgorithmChanges,
     ExternalConfig,
+    LendingConfig,
     ReplicasConfig,
     RolloutConfig,
     SecondaryTrainerConfig,
@@ -414,6 +415,7 @@ COUNTS = (
         WorkloadConfig,
     ),
     *(VerifierConfig, SyncConfig, ExecuteConfig, FrameworkConfig, ReplicasConfig),
+    LendingConfig,
     *(SpeculativeConfig, EnvironmentConfig, EvaluationConfig),
 )
 """Sections whose whole numbers are all at least 1."""
@@ -454,6 +456,11 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "acceptance_to": SHARE,
     },
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
+    LendingConfig: {
+        "memory_utilization": POSITIVE_SHARE,
+        "until": POSITIVE_SHARE,
+        "share": POSITIVE,
+    },
     TrainerConfig: OF_TRAINERS,
     SecondaryTrainerConfig: {
         **OF_TRAINERS,

@@ -13,6 +13,7 @@ from streamrl.runfile.keys import join_key, pool_key, trainer_key
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
     OF_REPLICAS,
+    LendingConfig,
     ReplicasConfig,
     RolloutConfig,
     SecondaryTrainerConfig,
@@ -80,6 +81,12 @@ def of_kind(error: RunError, kind: int) -> RunError:
     """Return an error of a run that has one kind of replicas alone, with the keys that these have in the whole run."""
     key, text, *others = (own_keys(t, kind) for t in (error.key, str(error), *error.others))
     return RunError(key, error.value, error.allowed, text, tuple(others))
+
+
+def of_lent(error: RunError) -> RunError:
+    """Return an error of a run that has lent replicas alone, with the key of the section that describes them."""
+    text = f"[lending]: {error}"
+    return RunError("lending", error.value, error.allowed, text, (error.key, *error.others))
 
 
 def own_keys(text: str, kind: int) -> str:
@@ -291,6 +298,21 @@ def _check_kinds(policies: PoliciesConfig, others: tuple[ReplicasConfig, ...]) -
             raise RunError(key, value, None, text, ("rollout.others",))
 
 
+def _check_lending(
+    lending: LendingConfig | None, lent: RolloutConfig | None, trainer: TrainerConfig
+) -> None:
+    """Refuse replicas that do not fit on the GPUs of the primary trainer."""
+    if lending is None or lent is None:
+        return
+    if lent.num_gpus > trainer.num_gpus or not lent.replicas:
+        key, value = "lending.replicas", lending.replicas
+        if value is None:
+            key, value = "lending.tensor_parallel", lent.tensor_parallel
+        each = f"{lent.gpus_per_replica} GPU{'s' * (lent.gpus_per_replica > 1)}"
+        text = f"{key}={value}: a lent replica has {each}, but the trainer has only {trainer.num_gpus}; lower it"
+        raise RunError(key, value, None, text, ("lending.tensor_parallel", "lending.replicas"))
+
+
 def _check_trainers(trainers: tuple[TrainerConfig, ...], pools: dict[str, PoolConfig]) -> None:
     for number, trainer in enumerate(trainers):
         _check_trainer(pools, trainer_key(number), trainer)
@@ -484,6 +506,7 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_domains(run.cluster.pools),
     lambda run: _check_rollout(run.rollout.kinds, run.cluster.pools),
     lambda run: _check_kinds(run.policies, run.rollout.others),
+    lambda run: _check_lending(run.lending, run.lent, run.trainer),
     lambda run: _check_trainers(run.trainers, run.cluster.pools),
     lambda run: _check_shared(run.policies, run.sync, run.rollout.pool, run.trainer.pool),
     lambda run: _check_follower_names(run.followers, run.rollout.num_kinds),

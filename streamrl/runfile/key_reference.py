@@ -53,6 +53,7 @@ OF_NAMES: dict[str, str] = {
     "export": '"build/model"',
     "top_p": "0.95",
     "min_p": "0.05",
+    "memory_utilization": "0.6",
     "temperature": "0.6",
     "template_arguments": "{ enable_thinking = false }",
     "path": '"models/Qwen3-8B"',

@@ -8,7 +8,7 @@ from streamrl.runfile.config import Run, num_extra, whole_groups
 from streamrl.runfile.dispatch_choice import DEFAULT_DISPATCH, dispatch_named
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.roles_config import SecondaryTrainerConfig
+from streamrl.runfile.roles_config import LendingConfig, SecondaryTrainerConfig
 from streamrl.runfile.workload_config import LengthsConfig
 
 
@@ -194,6 +194,27 @@ def _check_promotion(
             raise RunError(key, policies.promote, OneOf([None]), text)
 
 
+def _check_lending(policies: PoliciesConfig, lending: LendingConfig | None) -> None:
+    """Refuse to lend GPUs where a policy reckons with one kind of replica, or with replicas that stay."""
+    if lending is None:
+        return
+    for key, value, only, instead in (
+        ("policies.system", policies.system, "colocated", "'stream-sync'"),
+        ("policies.resize", policies.resize, "adjust", "'keep'"),
+        ("policies.migration", policies.migration, "consolidate", "'none'"),
+        ("policies.migration", policies.migration, "overrun", "'none'"),
+        ("policies.concurrency", policies.concurrency, "kv-pressure", "'fixed'"),
+        ("policies.dispatch", policies.dispatch, "skewness-aware", "absent"),
+        ("policies.weight_sync", policies.weight_sync, "between-batches", "absent"),
+    ):
+        if value == only:
+            text = f"{key} {value!r} does not work with [lending], whose replicas come and go; set it to {instead}, or remove [lending]"
+            raise RunError(key, value, None, text, ("lending",))
+    if policies.promote is not None:
+        text = f"policies.promote {policies.promote!r} does not work with [lending], which uses the GPUs of trainer 0; remove one of them"
+        raise RunError("policies.promote", policies.promote, OneOf([None]), text, ("lending",))
+
+
 POLICY_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_tail_batching(run.policies, run.algorithm.steps, run.workload.lengths),
     lambda run: _check_learning(run.policies, run.algorithm.group_size),
@@ -205,5 +226,6 @@ POLICY_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_over_staleness(run.policies),
     lambda run: _check_oversampling(run.policies, run.algorithm.prompts_per_step),
     lambda run: _check_concurrency(run.policies),
+    lambda run: _check_lending(run.policies, run.lending),
 )
 """Each raises `RunError` where a policy lacks what it works with."""

@@ -193,6 +193,34 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """As `policies.latency`, of these; filled in like it."""
 
 
+class LendingConfig(Section, frozen=True, kw_only=True):
+    """Replicas on GPUs of the primary trainer, which generate while the trainer would wait for rollouts.
+
+    Other keys of these replicas are those of `[rollout]`. verl calls this hybrid rollout.
+    """
+
+    replicas: int | None = None
+    """Number of these replicas. Absent: as many as the trainer's GPUs allow."""
+    tensor_parallel: int | None = None
+    """GPUs of one of them. Absent: as many as a replica of `[rollout]` has, in the same parallelism."""
+    memory_utilization: float | None = None
+    """As `rollout.memory_utilization`, for these replicas. The trainer keeps data on the GPU that fits
+    beside them; the rest moves to host memory and back. Absent: that of `[rollout]`.
+    """
+    until: float = 0.4
+    """Share of a step's rollouts that must be ready before the trainer takes its GPUs back, but at least
+    one micro-batch for each data-parallel rank. verl: switch_threshold_ratio.
+    """
+    adapts: bool = True
+    """Whether `until` follows the run: it rises while the trainer waits after it took its GPUs back, and
+    falls while it does not. verl: adaptive_switch_threshold.
+    """
+    share: float | None = None
+    """Rollouts that one of these replicas gets for each rollout of a replica of the first kind. Absent:
+    `simulate` and `execute` compute the share with which all finish at the same time.
+    """
+
+
 OF_REPLICAS = (
     *("pool", "replicas", "tensor_parallel", "pipeline_parallel", "data_parallel"),
     *("expert_parallel", "max_running"),

@@ -92,6 +92,8 @@ FaultKind = Literal[
     "replica-dies",
     "replica-hangs",
     "replica-garbles",
+    "replica-dies-returning",
+    "trainer-dies-lending",
     "trainer-dies-training",
     "trainer-dies-pushing",
     "trainer-dies-saving",
@@ -104,6 +106,7 @@ FaultKind = Literal[
     "driver-dies",
 ]
 
+OF_LENDING: tuple[FaultKind, ...] = ("replica-dies-returning", "trainer-dies-lending")
 OF_REWARD_MODEL: tuple[FaultKind, ...] = ("reward-model-dies", "reward-model-hangs")
 AT_A_PUSH: tuple[FaultKind, ...] = ("trainer-dies-pushing", "link-slows", "link-drops")
 
@@ -119,6 +122,8 @@ class FaultConfig(Section, frozen=True, kw_only=True):
     kind: FaultKind
     """- replica-hangs: the process stops and does not report it.
     - replica-garbles: its answer is invalid.
+    - replica-dies-returning: it dies while the trainer takes its GPUs back (`[lending]`).
+    - trainer-dies-lending: it dies while it lends its GPUs (`[lending]`).
     - link-slows: a push takes `factor` times as long.
     - link-drops: a push is lost on its way.
     - verifier-stalls: no reward arrives.

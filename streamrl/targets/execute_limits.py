@@ -17,6 +17,7 @@ from streamrl.runfile.backend_choice import (
     ENGINES,
     SERVER_APIS,
     EngineChoice,
+    RolloutBackend,
     VllmServer,
     engine_named,
     server_api_named,
@@ -61,6 +62,8 @@ def check_back_ends(run: Run) -> None:
     _refuse(_limits_of_scope(run.framework.name, run.verifier, run.faults, execute.launcher))
     _refuse(_limits_of_model(model))
     _refuse(_limits_of_servers(rollout, policies, execute.launcher))
+    if run.lending is not None:
+        _refuse(_limits_of_lending(rollout.backend, execute, sync.mode))
     check_replicas(rollout, model, execute.device, pools)
     _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
     _refuse(_limits_of_attention(model, kinds, run.trainers))
@@ -95,7 +98,8 @@ def check_back_end_of(run: Run, trainer: int) -> None:
     """Raise `RunError` if the back end of one trainer cannot execute its settings."""
     check_reach(run.policies, run.followers)
     seen, key, execute = run.as_seen_by(trainer), trainer_key(trainer), run.execute
-    own, takes_turns = seen.trainer, seen.policies.shares_gpus
+    own = seen.trainer
+    takes_turns = seen.policies.shares_gpus or (trainer == 0 and run.lending is not None)
     device = device_of(execute.device, run.cluster.pools[own.pool])
     _refuse(_limits_of_computation(key, own, seen.algorithm, run.model))
     _refuse(_limits_of_passes(key, own, seen.algorithm, run.framework.optimizer_steps, takes_turns))
@@ -424,6 +428,20 @@ def _limits_of_temperature(
             least <= temperature <= most,
             f"from {least} to {most:g} for {whose}, which samples at no other",
         )
+
+
+def _limits_of_lending(
+    backend: RolloutBackend, execute: ExecuteConfig, sync_mode: SyncMode
+) -> Iterator[Limit]:
+    """Yield the limits of replicas on GPUs of the primary trainer."""
+    where = "for [lending], or remove that section"
+    can_sleep = engine_named(backend).can_sleep
+    yield Limit("rollout.backend", backend, can_sleep, f"'transformers' or 'vllm' {where}")
+    launcher = execute.launcher
+    yield Limit("execute.launcher", launcher, launcher != "ray", f"'local' {where}")
+    yield Limit("sync.mode", sync_mode, sync_mode != "lora", f"'full' or 'delta' {where}")
+    is_free = not execute.deterministic
+    yield Limit("execute.deterministic", execute.deterministic, is_free, f"false {where}")
 
 
 def _limits_of_servers(

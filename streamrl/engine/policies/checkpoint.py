@@ -34,7 +34,7 @@ class CheckpointEvery:
     def decide(self, state: State) -> Iterable[Command]:
         """Yield a due save, if the trainer is between two steps or the end of the run left its step unfinished."""
         trainer = state.trainers[self.trainer]
-        if not trainer.is_ready or trainer.command is not None:
+        if not trainer.is_free:
             return ()
         if state.saves_at_stop and not trainer.is_unsaved:
             return ()

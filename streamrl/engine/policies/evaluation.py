@@ -55,7 +55,11 @@ def _may_begin(state: State, own: Evaluations) -> bool:
 
 
 def _send(state: State, own: Evaluations, version: int) -> Iterator[Evaluate]:
-    replicas = [r for r in state.fleet.serving() if r.loading is None and r.version == version]
+    replicas = [
+        replica
+        for replica in state.fleet.serving()
+        if replica.loading is None and replica.version == version and not replica.is_lent
+    ]
     if not replicas:
         return
     num_sent = dict.fromkeys((replica.id for replica in replicas), 1)
@@ -72,7 +76,7 @@ def _send(state: State, own: Evaluations, version: int) -> Iterator[Evaluate]:
         heapreplace(loads, (num_sent[replica] / shares[replica], replica))
 
 
-def _take_optional(policy: Policy, wrapper: Policy) -> None:
+def take_optional(policy: Policy, wrapper: Policy) -> None:
     """Give a wrapper the optional methods of a policy that say when it is not asked."""
     for name in ("ignores", "is_at_rest", "rests_until"):
         if hasattr(policy, name):
@@ -85,7 +89,7 @@ class WhileNotEvaluating:
     def __init__(self, policy: Policy, holds: Callable[[Evaluations], bool]) -> None:
         self.policy = policy
         self._holds = holds
-        _take_optional(policy, self)
+        take_optional(policy, self)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the commands of the policy, unless they are held."""
@@ -98,7 +102,7 @@ class HoldStep:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        _take_optional(policy, self)
+        take_optional(policy, self)
 
     def decide(self, state: State) -> Iterator[Command]:
         """Yield the trainer's next work, but no step that an evaluation holds."""

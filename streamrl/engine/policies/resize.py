@@ -79,7 +79,7 @@ class KeepReplicas:
         for trainer in state.trainers:
             if trainer.is_ready or trainer.command is not None or trainer.failure is not None:
                 continue
-            if trainer.is_away:
+            if trainer.is_away or trainer.is_lent:
                 continue
             if trainer.leads and self.promotion is not None and self._waits(state, self.promotion):
                 yield from _promote(state, self.promotion)
@@ -102,12 +102,15 @@ class KeepReplicas:
     def _start_replicas(self, state: State) -> Iterator[Command]:
         fleet = state.fleet
         while len(fleet.replicas) < fleet.num_wanted:
+            kind = fleet.lacking()
+            if fleet.kinds[kind].is_lent and not _may_start_lent(state):
+                return
             if fleet.num_lost > self.max_restarts:
                 yield self._stop(
                     f"{self.max_restarts} replicas were restarted and another was lost", state
                 )
                 return
-            yield StartReplica(fleet.num_started, state.pushed_version, fleet.lacking())
+            yield StartReplica(fleet.num_started, state.pushed_version, kind)
         while len(fleet.replicas) > fleet.num_wanted:
             idle = fleet.newest_idle()
             if idle is None or state.is_evaluating:
@@ -116,6 +119,11 @@ class KeepReplicas:
 
     def _stop(self, what: str, state: State) -> Stop:
         return Stop(f"{what} (policies.max_restarts){state.failure_counts}")
+
+
+def _may_start_lent(state: State) -> bool:
+    """Return whether a replica may start on GPUs of the primary trainer, which then waits."""
+    return state.leader.can_lend and state.pushing is None
 
 
 def _promote(state: State, promotion: Promotion) -> Iterator[Command]:

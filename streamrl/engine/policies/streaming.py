@@ -58,8 +58,7 @@ class Stream:
     def is_at_rest(self, state: State) -> bool:
         """Return whether the trainer can start nothing."""
         trainer = state.trainers[self.trainer]
-        is_free = trainer.command is None and trainer.is_ready
-        return not is_free or state.is_stopping or trainer.is_away
+        return not trainer.is_free or state.is_stopping or trainer.is_away
 
 
 class WholeBatch:

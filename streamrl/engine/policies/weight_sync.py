@@ -133,7 +133,8 @@ def _push(state: State) -> Iterator[Command]:
     """
     leader = state.leader
     is_stepping = isinstance(leader.command, Step)
-    if state.pushing is None and leader.is_ready and state.must_push and not is_stepping:
+    is_able = leader.is_ready and not leader.is_lent
+    if state.pushing is None and is_able and state.must_push and not is_stepping:
         yield PushWeights(leader.version, leader.id)
 
 

@@ -45,6 +45,7 @@ ACTIVITIES = {
     "underfilled": Colour("#8EC1E5", "#24587c"),
     "verify": Colour("#6A3D9A", "#b295d6"),
     "failure": Colour("#000000", "#f5f7f9"),
+    "switch": Colour("#E31A1C", "#f16b6d"),
     "skew": Colour("#CC79A7", "#CC79A7"),
     "pipeline": Colour("#C9C9C9", "#7d858e"),
     "staleness": Colour("#8A5A83", "#a9769f"),

@@ -192,7 +192,7 @@ def step_words(
 
 def _underfilled_words(trace: Trace, timeline: Timeline, window: Window) -> Iterator[str]:
     """Yield how much of the replicas' time full batches would save."""
-    parts, kinds = read_parts(trace, (window.start, window.end)), trace.run.rollout.kinds
+    parts, kinds = read_parts(trace, (window.start, window.end)), trace.run.replica_kinds
     took = sum(
         _within(spans, window, "generate") * kinds[timeline.kinds.get(replica, 0)].gpus_per_replica
         for replica, spans in timeline.replicas.items()

@@ -1,0 +1,217 @@
+"""When GPUs of the primary trainer generate: while it would wait for rollouts.
+
+At the beginning of a step the trainer lends its GPUs, if the coming step lacks enough rollouts. It takes them back once
+a share of the step's rollouts is ready. The rollouts that run there then continue on other replicas, whose KV cache is
+computed again. The rules and the default values are those of verl's `trainer.v1.separate_async.hybrid_rollout`
+(github.com/verl-project/verl, verl/trainer/ppo/v1/trainer_separate_async.py):
+
+    lend if     missing x wait_time x gain > switch_time
+    gain        1 - capacity of other replicas / capacity of all replicas
+    missing     rollouts that are not ready, up to the share
+    wait_time   seconds for each missing rollout in the last step, if nothing had been lent
+    switch_time mean of the last three switches, there and back
+
+Our addition: if no rollout waits when GPUs are lent, other replicas hand over the rollouts that they got last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from statistics import fmean
+
+from streamrl.engine.engine import Policy
+from streamrl.engine.entities import Replica
+from streamrl.engine.messages import Abort, Command, Generated, Lend, TakeBack
+from streamrl.engine.policies.evaluation import take_optional
+from streamrl.engine.state import State
+
+STEP_UP, STEP_DOWN = 0.05, 0.03
+"""Change of the share after `PATIENCE` steps in which the trainer waited, or did not wait, for rollouts."""
+PATIENCE = 2
+WINDOW = 3
+"""Switches whose mean time counts."""
+IDLE_SHARE = 0.05
+"""Share of a step in which a trainer may wait without counting as waiting. verl has 2 s; a share suits steps of any
+length.
+"""
+
+
+class LendTrainer:
+    """Lend the primary trainer's GPUs at the beginning of a step, and take them back when enough rollouts are ready."""
+
+    ignores = (Generated,)
+
+    def __init__(self, until: float, fill: int, *, adapts: bool) -> None:
+        self.until = until
+        """Share of a step's rollouts that must be ready before the trainer takes its GPUs back."""
+        self.fill = fill
+        """Rollouts that the trainer needs at least, so that it has work when it has its GPUs again."""
+        self.adapts = adapts
+        self.holds_trainer = False
+        """Whether the trainer's GPUs are lent, or will be once the replicas can load its weights."""
+        self._step: tuple[int, int] | None = None
+        """Version and number of losses of the primary trainer, which tell steps apart."""
+        self._began_at = self._lent_time = 0.0
+        self._num_ready = 0
+        """Rollouts that were ready at the beginning of the step."""
+        self._wait_time: float | None = None
+        self._to_lend, self._to_return = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+        """Seconds of the last switches."""
+        self._lending_since: float | None = None
+        self._returning_since: float | None = None
+        self._num_idle = self._num_calm = 0
+        """Consecutive steps in which the trainer waited, or did not."""
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the commands that lend GPUs or take them back."""
+        if not state.leader.is_ready and not state.fleet.lent:
+            self.holds_trainer = False
+            return ()
+        return self._decide(state)
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether no reward changes anything."""
+        return not self.holds_trainer
+
+    def _decide(self, state: State) -> Iterator[Command]:
+        self._see_switches(state)
+        leader = state.leader
+        step = leader.version, leader.num_lost
+        if step != self._step and leader.is_ready:
+            self._learn(state, step)
+            self._step = step
+            self._began_at, self._lent_time = state.now, 0.0
+            self._num_ready = _num_ready(state)
+            self.holds_trainer = self._pays(state)
+        if self.holds_trainer and self._is_over(state):
+            self.holds_trainer = False
+            self._lent_time = state.now - self._began_at
+        if self.holds_trainer:
+            yield from self._lend(state)
+        else:
+            yield from self._take_back(state)
+
+    def _is_over(self, state: State) -> bool:
+        enough = _num_ready(state) >= self._threshold(state)
+        return enough or state.is_stopping or not state.leader.is_ready
+
+    def _threshold(self, state: State) -> int:
+        """Return the number of ready rollouts at which the trainer takes its GPUs back."""
+        needed = state.leader.rollouts_per_step
+        return min(needed, max(self.fill, round(self.until * needed)))
+
+    # Whether to lend ------------------------------------------------------------------------------
+
+    def _pays(self, state: State) -> bool:
+        """Return whether lending saves more than both switches take; unknown times count as if it did."""
+        missing = self._threshold(state) - self._num_ready
+        if missing <= 0 or state.is_stopping:
+            return False
+        if self._wait_time is None or not self._to_lend or not self._to_return:
+            return True
+        switch_time = fmean(self._to_lend) + fmean(self._to_return)
+        return missing * self._wait_time * _gain(state) > switch_time
+
+    def _learn(self, state: State, step: tuple[int, int]) -> None:
+        """Measure the last step, unless the trainer was lost in it."""
+        before, last = self._step, state.leader.pace.last
+        if before is None or step != (before[0] + 1, before[1]):
+            return
+        if last is None or last.step != step[0]:
+            return
+        step_time = state.now - self._began_at
+        waited = max(0.0, step_time - self._lent_time - last.training_time)
+        lacked = state.leader.rollouts_per_step - self._num_ready
+        if lacked > 0:
+            alone = self._lent_time / (1 - _gain(state))
+            self._wait_time = (alone + waited) / lacked
+        if self.adapts:
+            self._adapt(state, has_waited=waited > IDLE_SHARE * step_time)
+
+    def _adapt(self, state: State, *, has_waited: bool) -> None:
+        """Take GPUs back later if the trainer waited afterwards, and earlier if it did not."""
+        self._num_idle = self._num_idle + 1 if has_waited else 0
+        self._num_calm = 0 if has_waited else self._num_calm + 1
+        least = min(1.0, self.fill / state.leader.rollouts_per_step)
+        if self._num_idle >= PATIENCE:
+            self.until = min(1.0, self.until + STEP_UP)
+        elif self._num_calm >= PATIENCE:
+            self.until = max(least, self.until - STEP_DOWN)
+
+    def _see_switches(self, state: State) -> None:
+        """Measure the switches that have ended."""
+        lent = state.fleet.lent.values()
+        if self._lending_since is not None and all(replica.is_serving for replica in lent):
+            if lent:
+                self._to_lend.append(state.now - self._lending_since)
+            self._lending_since = None
+        if self._returning_since is not None and not lent:
+            self._to_return.append(state.now - self._returning_since)
+            self._returning_since = None
+
+    # Switches -------------------------------------------------------------------------------------
+
+    def _lend(self, state: State) -> Iterator[Command]:
+        """Yield the commands that lend GPUs to all sleeping replicas, once these can load the trainer's weights."""
+        is_lost = state.pushed_version > state.leader.version
+        is_pushed = state.pushing is None and not state.must_push and not is_lost
+        if not is_pushed or not state.leader.can_lend or not state.fleet.asleep:
+            return
+        self._lending_since = state.now
+        for replica in list(state.fleet.asleep):
+            yield Lend(replica, state.pushed_version)
+        if state.waiting.first() is None:
+            yield from _hand_over(state)
+
+    def _take_back(self, state: State) -> Iterator[Command]:
+        """Yield the aborts of rollouts on lent GPUs, then the commands that return these GPUs."""
+        for replica in list(state.fleet.lent.values()):
+            if not replica.is_serving:
+                continue  # a switch is running
+            self._returning_since = state.now
+            yield from _aborts(replica, len(replica.rollouts))
+            yield TakeBack(replica.id)
+
+
+class WhileNotLending:
+    """Runs the policy of the primary trainer's work, except while its GPUs are lent or will be."""
+
+    def __init__(self, policy: Policy, lending: LendTrainer) -> None:
+        self.policy = policy
+        self.lending = lending
+        take_optional(policy, self)
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the trainer's next work, unless it waits."""
+        return () if self.lending.holds_trainer else self.policy.decide(state)
+
+
+def _num_ready(state: State) -> int:
+    """Return the rollouts of the coming step that have a reward."""
+    batch = state.leader.batch
+    waiting = len(batch.unscored) + len(batch.trainable)
+    return waiting + len(batch.in_hand) + len(batch.in_gradient)
+
+
+def _gain(state: State) -> float:
+    """Return the share of the generating capacity that is on the trainer's GPUs."""
+    capacity = [(r.share, r.is_lent) for r in state.fleet.replicas.values()]
+    lent = sum(share for share, is_lent in capacity if is_lent)
+    return lent / sum(share for share, _ in capacity)
+
+
+def _hand_over(state: State) -> Iterator[Command]:
+    """Yield aborts of the rollouts that replicas got last and that are more than their part; lent GPUs get these."""
+    replicas = [r for r in state.fleet.replicas.values() if r.promised is not None]
+    part = state.num_generating / sum(replica.share for replica in replicas)
+    for replica in replicas:
+        if not replica.is_lent:
+            yield from _aborts(replica, int(len(replica.rollouts) - part * replica.share))
+
+
+def _aborts(replica: Replica, most: int) -> Iterator[Command]:
+    """Yield aborts of the rollouts that a replica got last."""
+    for rollout in list(reversed(replica.rollouts.values()))[: max(0, most)]:
+        if not rollout.is_aborting:
+            yield Abort(rollout.id, replica.id)
