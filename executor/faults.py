@@ -142,8 +142,9 @@ class RealFaults:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def _carry_out(self, fault: FaultConfig, number: int, command: Command, now: float) -> None:
-        of_replica = isinstance(command, Generate | TakeBack)
-        worker = self._workers[command.replica if of_replica else TRAINER]
+        worker = self._workers[
+            command.replica if isinstance(command, Generate | TakeBack) else TRAINER
+        ]
         match fault.kind:
             case (
                 "replica-dies"

@@ -450,6 +450,19 @@ class PartialNode(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: Count
 
 
+class PlannedLending(msgspec.Struct, frozen=True, kw_only=True):
+    """What the chosen plan gains by `[lending]`."""
+
+    step_time: NotNegative = 0.0
+    """Seconds of a step without it."""
+    step_time_lent: NotNegative = 0.0
+    """Seconds of a step with it."""
+    is_taken: bool = False
+    """Whether the plan's run file has it."""
+    reason: str = ""
+    """Why the plan cannot lend; empty if it can."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The complete result of `streamrl plan`."""
 
@@ -467,6 +480,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Pools of which plans could only rent whole nodes."""
     partial_nodes: list[PartialNode] = []
     """Nodes that the chosen plan rents in part."""
+    lending: PlannedLending | None = None
+    """What lending GPUs of the trainer changes; None if the run file has no `[lending]`."""
     limits: dict[str, NotNegative] = {}
     """The limits of `[plan]`, by key: dollars, and the seconds of the deadline."""
     simulated: Count

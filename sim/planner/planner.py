@@ -23,6 +23,7 @@ from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig, limits_by_key
+from streamrl.runfile.roles_config import LendingConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.corrections import framework_sources
@@ -40,6 +41,7 @@ from streamrl.sim.planner.episode_worth import find_worths
 from streamrl.sim.planner.first_answer import EstimatedPlan
 from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.layouts import rents_whole_nodes
+from streamrl.sim.planner.lending import planned_lending
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, check_free_plans
 from streamrl.sim.planner.options import (
@@ -138,13 +140,14 @@ def make_plan(
     _check_prices(run.cluster.pools, run.plan.objective)
     started_at = time.perf_counter()
     mixes = run.plan.mixes_replicas and run.environment is None
-    scope = keep_to_framework(replace(run, faults=(), plan=replace(run.plan, mixes_replicas=mixes)))
+    plan = replace(run.plan, mixes_replicas=mixes)
+    scope = keep_to_framework(replace(run, faults=(), lending=None, plan=plan))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
     check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     with worker_pool() as pool:
         sections = run.rollout, run.trainer, run.policies, run.sync, run.verifier
         own = own_candidate(*sections, run.environment) if shows_own else None
-        planned = _plan(scope, search, pool, _Progress(watch), started_at, own, first)
+        planned = _plan(scope, search, pool, _Progress(watch), started_at, own, first, run.lending)
     return planned._replace(plan=replace(planned.plan, offer=digest_of(run)))
 
 
@@ -179,6 +182,7 @@ def _plan(
     started_at: float,
     own: Candidate | None,
     first: EstimatedPlan | None,
+    lending: LendingConfig | None,
 ) -> Planned:
     run = scope.run
     search.run(pool, progress.on("simulating"))
@@ -210,6 +214,9 @@ def _plan(
     losses = expected_losses(planned, metrics.step_time)
     planned = replace(planned, policies=with_restarts(planned.policies, losses))
     check_run(planned)
+    lent = planned_lending(planned, lending, metrics.step_time, pool)
+    if lent is not None and lent.is_taken:
+        planned = replace(planned, lending=lending)
     value, bounds = search.value_of(metrics), search.bounds()
     found, whole = (
         PlanDescription(search, race, chosen),
@@ -230,6 +237,7 @@ def _plan(
         systems=list(dict.fromkeys(mode.system for mode in search.space.modes)),
         whole_nodes=whole_nodes,
         partial_nodes=partial_nodes(run, planned),
+        lending=lent,
         limits=limits_by_key(run.plan),
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),

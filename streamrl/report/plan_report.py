@@ -37,6 +37,7 @@ from streamrl.sim.planner.plan import (
     PartialNode,
     Plan,
     PlannedFramework,
+    PlannedLending,
     PlanOption,
     RunnerUp,
     Worth,
@@ -218,6 +219,8 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
         f"{_rates(chosen)}"
     )
     yield from map(partial_node_text, plan.partial_nodes)
+    if plan.lending is not None:
+        yield lending_text(plan.lending)
     if plan.whole_run is not None:
         yield from (f"{name}: {text}" for name, text in basis_of(plan.whole_run))
 
@@ -253,6 +256,19 @@ def partial_node_text(part: PartialNode) -> str:
         f"part of a node: {part.num_gpus} of the {part.gpus_per_node} GPUs of a node of {part.pool}; if only whole nodes are "
         f"for rent, plan again with --set {pool_key(part.pool, 'unit')}={part.gpus_per_node}"
     )
+
+
+def lending_text(lending: PlannedLending) -> str:
+    """Return what lending GPUs of the trainer changes, and whether the plan's file has it."""
+    if lending.reason:
+        return f"without [lending]: {lending.reason}"
+    change = lending.step_time_lent / lending.step_time - 1
+    seconds = (
+        f"a step takes {format_step_time(lending.step_time_lent, None)} with [lending], {change:+.1%}"
+    )
+    if lending.is_taken:
+        return f"{seconds}; the plan's file has it, other figures here are without it"
+    return f"{seconds}; that is no gain, so the plan's file leaves it out"
 
 
 def why_lines(plan: Plan) -> Iterator[str]:
