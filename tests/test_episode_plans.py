@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from streamrl.engine.messages import WakeAt
 from streamrl.hardware.resolved import resolve
 from streamrl.record.charges import PaidGpus
+from streamrl.report.plan_report import worth_text
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
@@ -21,7 +22,7 @@ from streamrl.sim.batch_generation import step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.planner.episode_times import times_of_episodes
-from streamrl.sim.planner.episode_worth import find_worths
+from streamrl.sim.planner.episode_worth import episode_binding, find_worths
 from streamrl.sim.planner.modes import find_modes
 from streamrl.sim.planner.plan_settings import candidate_of, own_candidate, settings_of
 from streamrl.sim.planner.planner import Planned, make_plan
@@ -112,6 +113,44 @@ def test_more_sandboxes_are_worth_what_a_longer_queue_costs() -> None:
     more = next(each for each in worths if each.resource == "sandboxes")
     assert more.units == 2 and more.step_time_ratio == pytest.approx(8 / 10, abs=0.06)
     assert max(worths, key=lambda each: each.gain) is more
+
+
+def test_more_sandboxes_do_not_hurt_where_the_cache_loses_contexts() -> None:
+    """The KV cache holds the contexts of 24 episodes, and not those of 30."""
+    crowded = {
+        "plan.sandboxes": [24],
+        "environment.sandboxes": 64,
+        "environment.scores_in_sandbox": True,
+        "environment.observation_tokens": "mean 3000, p95 5000",
+        "environment.max_context": 65536,
+        "environment.action_time": "median 1 s, p99 5 s",
+        "algorithm.prompts_per_step": 24,
+        "verifier": {"time": "3 s", "workers": 32},
+        "rollout.memory_utilization": 0.31,
+    }
+    search = Search.open(offer(crowded))
+    with ThreadPoolExecutor(1) as pool:
+        worths = find_worths(search, 0, pool)
+    more = next(each for each in worths if each.resource == "sandboxes")
+    assert more.what == "6 more sandboxes" and more.step_time_ratio <= 1 and more.price == 0.25
+    crowding = more.crowding
+    assert crowding is not None and crowding.episodes == 30
+    assert crowding.step_time_ratio is not None and crowding.step_time_ratio > 1.02
+    assert crowding.recomputed > crowding.recomputed_before + 0.1
+    text = worth_text(more)
+    assert "; it costs $0.25" in text or "it costs $0.25 an hour" in text
+    assert "; 30 episodes in flight would take " in text and "(9% now)" in text
+    metrics = measure_steady(search.space.candidate(0).apply(search.space.run))
+    seconds = {"generation": 1.0, "training": 1.0}
+    assert episode_binding(worths, metrics, seconds).resource == "GPU memory for KV cache"
+
+
+def test_episodes_in_flight_are_chosen_apart_from_sandboxes() -> None:
+    scored = {"environment.scores_in_sandbox": True, "environment.max_episodes": 10}
+    run = offer({"plan.sandboxes": None, **scored})
+    limits = {mode.episodes for mode in find_modes(run)}
+    assert {(10, None), (12, 10), (32, None), (15, 12)} <= limits
+    assert all(each is not None and (each.sandboxes or 0) <= 32 for each in limits)
 
 
 def test_the_price_of_sandboxes_is_part_of_every_cost() -> None:

@@ -218,7 +218,8 @@ class Population(NamedTuple):
     """Episodes that may be open at once, and the seconds of an environment without its episode."""
 
     sandboxes: float
-    """Environments and episodes in flight, whichever is less."""
+    episodes: float
+    """Maximum in flight."""
     start: float
     """Seconds of a start."""
     warm: int
@@ -231,10 +232,10 @@ class Population(NamedTuple):
     @classmethod
     def of(cls, config: EnvironmentConfig, reward_time: float) -> Population:
         """Return the limits of a run file, given the seconds of a reward."""
-        limits = [each for each in (config.sandboxes, config.max_episodes) if each is not None]
         per_second = config.starts_per_second
         return cls(
-            sandboxes=min(limits, default=inf),
+            sandboxes=inf if config.sandboxes is None else config.sandboxes,
+            episodes=inf if config.max_episodes is None else config.max_episodes,
             start=start_time_of(config).mean,
             warm=config.warm,
             warm_start=float(config.warm_start_time),
@@ -273,7 +274,7 @@ class EpisodeTimes:
         self._mix = EpisodeMix(batch, config)
         self._config = config
         self._population = Population.of(config, float(run.verifier.time))
-        self._in_flight = min(in_flight, self._population.sandboxes)
+        self._in_flight = min(in_flight, self._population.sandboxes, self._population.episodes)
         self._num_replicas = run.rollout.num_replicas
         num_turns = self._mix.turns * len(self._mix.tokens)
         shared = min(1.0, self._num_replicas / run.algorithm.group_size)
@@ -343,7 +344,7 @@ class EpisodeTimes:
         active = np.zeros(0, dtype=int)
         now, next_one, first_batch = 0.0, 0, 0
         while next_one < num or opening or len(active):
-            while free and next_one < allowed:
+            while free and next_one < allowed and len(opening) + len(active) < own.episodes:
                 started = max(now, heappop(free))
                 seconds = own.start_of(next_one) if next_one < len(free) else own.later_start
                 heappush(opening, (started + seconds, next_one))

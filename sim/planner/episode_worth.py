@@ -2,6 +2,9 @@
 
 Each is changed alone, and the plan is simulated with the change for as many steps as without, on the
 same prompts and episodes. The largest gain for the same relative change tells what binds the plan.
+
+Nobody must use all sandboxes. So more of them are simulated twice: with as many episodes in flight as
+before, and with more. The better one counts.
 """
 
 from __future__ import annotations
@@ -18,12 +21,21 @@ from streamrl.record.metrics import Metrics
 from streamrl.record.run_comparison import ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.units import SECONDS_PER_HOUR
-from streamrl.sim.planner.plan import Binding, Resource, Worth
+from streamrl.sim.planner.modes import EpisodeLimits
+from streamrl.sim.planner.plan import Binding, Crowding, Resource, Worth
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
-from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
+from streamrl.sim.planner.trial import (
+    Trial,
+    Unfinished,
+    Watched,
+    run_all,
+    shortened,
+    watched_speed_of,
+)
 from streamrl.workload.replica_batch import rollouts_under_way
 
 MORE_SANDBOXES = 0.25
@@ -34,6 +46,9 @@ BINDS = 0.1
 """Smallest gain of a step, relative to the change, of something that binds. Less may be chance."""
 TIME_SHARE = 0.2
 """Share of `plan.time_limit` after which no further change is simulated."""
+SLOWER = 1.02
+"""Ratio of steps above which more episodes in flight slow a plan down. Less may be chance."""
+AND_EPISODES = " and episodes in flight"
 RECOMPUTED = 0.15
 """Share of the busy seconds of replicas in recomputed prefixes above which KV memory binds generation."""
 
@@ -47,6 +62,8 @@ class _Change(NamedTuple):
     """Relative change."""
     run: Run
     candidate: Candidate
+    crowds: int | None = None
+    """Episodes in flight, if the change lets more of them run."""
 
 
 def find_worths(
@@ -62,41 +79,102 @@ def find_worths(
     """
     run, candidate = search.space.run, search.space.candidate(chosen)
     changes = list(_changes(search, candidate))
-    trials: list[tuple[Resource | None, Trial]] = [
-        (None, Trial(shortened(run, run.seed), candidate)),
+    base = shortened(run, run.seed)
+    trials: list[tuple[int | None, Trial]] = [
+        (None, Trial(base, candidate)),
         *(
-            (each.resource, Trial(shortened(each.run, run.seed), each.candidate))
-            for each in changes
+            (place, Trial(shortened(each.run, run.seed), each.candidate))
+            for place, each in enumerate(changes)
         ),
     ]
     until = time.perf_counter() + TIME_SHARE * run.plan.time_limit
-    speeds = run_all(pool, short_speed_of, trials, watch, until)
-    before = speeds[None]
-    if isinstance(before, Unfinished):
+    found = run_all(pool, watched_speed_of, trials, watch, until)
+    before = found[None]
+    if isinstance(before.speed, Unfinished):
         return []
-    found = [(each, speeds.get(each.resource)) for each in changes]
-    return [
-        _worth(each, before, after, PaidGpus.of(candidate.apply(run)).dollars_per_second)
-        for each, after in found
-        if isinstance(after, Speed)
+    rents = _Rents(PaidGpus.of(candidate.apply(run)).dollars_per_second, run.environment)
+    worths = [
+        (change, found[place], _worth(change, before.speed, found[place].speed, rents))
+        for place, change in enumerate(changes)
+        if place in found
     ]
+    return list(_better_of_sandboxes(worths, before, rents))
+
+
+class _Rents(NamedTuple):
+    plan: float
+    """Dollars a second of all GPUs and sandboxes."""
+    environment: EnvironmentConfig | None
+
+    def of_unit(self, change: _Change) -> float:
+        """Return the dollars an hour of one added unit."""
+        if change.resource == "sandboxes" and self.environment is not None:
+            return self.environment.sandbox_price
+        if not change.units:
+            return 0.0
+        after = PaidGpus.of(change.candidate.apply(change.run)).dollars_per_second
+        return max(0.0, after - self.plan) * SECONDS_PER_HOUR / change.units
+
+
+def _better_of_sandboxes(
+    found: Sequence[tuple[_Change, Watched, Worth | None]], before: Watched, rents: _Rents
+) -> Iterator[Worth]:
+    """Yield the effects; of more sandboxes, those of the better number of episodes in flight.
+
+    Sandboxes that help with neither stay unused, and a step takes as long as before.
+    """
+    of_sandboxes = [each for each in found if each[0].resource == "sandboxes"]
+    worths = [worth for *_, worth in of_sandboxes if worth is not None]
+    best = min(worths, key=lambda each: each.step_time_ratio, default=None)
+    if best is not None:
+        yield _with_crowding(_unused_if_slower(best, rents), of_sandboxes, before)
+    for change, _, worth in found:
+        if worth is not None and change.resource != "sandboxes":
+            yield worth
+
+
+def _unused_if_slower(worth: Worth, rents: _Rents) -> Worth:
+    if worth.step_time_ratio <= 1:
+        return worth
+    dollars = worth.units * worth.price / SECONDS_PER_HOUR
+    cost_ratio = 1 + dollars / rents.plan if rents.plan else 1.0
+    unused: Worth = replace(
+        worth, step_time_ratio=1.0, half_width=None, cost_ratio=cost_ratio, gain=0.0, break_even=0.0
+    )
+    return unused
+
+
+def _with_crowding(
+    worth: Worth, found: Sequence[tuple[_Change, Watched, Worth | None]], before: Watched
+) -> Worth:
+    """Return an effect of sandboxes, with that of more episodes in flight if they slow the plan down."""
+    for change, watched, crowded in found:
+        if change.crowds is None or (crowded is not None and crowded.step_time_ratio <= SLOWER):
+            continue
+        crowding = Crowding(
+            episodes=change.crowds,
+            step_time_ratio=None if crowded is None else crowded.step_time_ratio,
+            recomputed=watched.recomputed,
+            recomputed_before=before.recomputed,
+        )
+        what = worth.what.removesuffix(AND_EPISODES)
+        with_it: Worth = replace(worth, what=what, crowding=crowding)
+        return with_it
+    return worth
 
 
 def _changes(search: Search, candidate: Candidate) -> Iterator[_Change]:
     run, mode = search.space.run, candidate.mode
     environment = run.environment
     assert mode.episodes is not None and environment is not None, "only episodes have sandboxes"
-    sandboxes = mode.episodes.sandboxes
     planned = candidate.apply(run)
+    sandboxes = mode.episodes.sandboxes
     if sandboxes is not None:
         most = rollouts_under_way(planned.policies, run.algorithm)
-        more = min(max(1, round(MORE_SANDBOXES * sandboxes)), most - sandboxes)
-        if more > 0:
-            wider = mode._replace(episodes=mode.episodes._replace(sandboxes=sandboxes + more))
-            with_more = candidate._replace(mode=wider)
-            name = "sandbox" if more == 1 else "sandboxes"
-            what = f"{more} more {name}"
-            yield _Change("sandboxes", what, more, more / sandboxes, run, with_more)
+        for more in _more_sandboxes(mode.episodes, sandboxes, most):
+            wider = candidate._replace(mode=mode._replace(episodes=more.limits))
+            share = more.added / sandboxes
+            yield _Change("sandboxes", more.what, more.added, share, run, wider, more.crowds)
     replicas = candidate.replicas
     if mode.system != "colocated":
         one_more = candidate._replace(replicas=replicas._replace(replicas=replicas.replicas + 1))
@@ -111,7 +189,32 @@ def _changes(search: Search, candidate: Candidate) -> Iterator[_Change]:
     yield _Change("training", what, 0, FASTER - 1, trained, candidate)
 
 
-def _worth(change: _Change, before: Speed, after: Speed, rent: float) -> Worth:
+class _MoreSandboxes(NamedTuple):
+    what: str
+    added: int
+    limits: EpisodeLimits
+    crowds: int | None
+    """Episodes in flight, if there are more of them."""
+
+
+def _more_sandboxes(limits: EpisodeLimits, sandboxes: int, most: int) -> Iterator[_MoreSandboxes]:
+    """Yield more sandboxes with as many episodes in flight, and more of both, if at most `most` may be in flight."""
+    in_flight = min(sandboxes, limits.max_episodes or sandboxes)
+    more = min(max(1, round(MORE_SANDBOXES * sandboxes)), most - sandboxes)
+    if more <= 0:
+        return
+    what = f"{more} more {'sandbox' if more == 1 else 'sandboxes'}"
+    yield _MoreSandboxes(what, more, EpisodeLimits(sandboxes + more, in_flight), None)
+    crowds = in_flight + more
+    yield _MoreSandboxes(what + AND_EPISODES, more, EpisodeLimits(sandboxes + more, crowds), crowds)
+
+
+def _worth(
+    change: _Change, before: Speed, after: Speed | Unfinished, rents: _Rents
+) -> Worth | None:
+    """Return the effect of a change; None if the plan does not finish with it."""
+    if isinstance(after, Unfinished):
+        return None
     ratio = after.step_time / before.step_time
     units = change.units
     return Worth(
@@ -122,7 +225,8 @@ def _worth(change: _Change, before: Speed, after: Speed, rent: float) -> Worth:
         half_width=ratio_half_width(after, before),
         cost_ratio=after.cost_per_step / before.cost_per_step if before.cost_per_step else 1.0,
         gain=(1 - ratio) / change.share,
-        break_even=rent * SECONDS_PER_HOUR * (1 / ratio - 1) / units if units else None,
+        break_even=rents.plan * SECONDS_PER_HOUR * (1 / ratio - 1) / units if units else None,
+        price=rents.of_unit(change),
     )
 
 
@@ -143,8 +247,9 @@ def episode_binding(
     if first is not None:
         stage = "training" if first.resource == "training" else "generation"
         resource = RESOURCES[first.resource]
-        if stage == "generation" and recomputed >= RECOMPUTED:
-            resource = "GPU memory for KV cache"
+    is_crowded = any(_loses_contexts(each.crowding) for each in worths)
+    if stage == "generation" and (is_crowded or (first is not None and recomputed >= RECOMPUTED)):
+        resource = "GPU memory for KV cache"
     shares = "; ".join(
         f"{each.what}: {1 - each.step_time_ratio:+.1%} of a step saved" for each in by_gain
     )
@@ -156,6 +261,11 @@ def episode_binding(
         seconds={**seconds, "step": metrics.step_time},
         text=f"{stage} is the bottleneck: {resource}; {alone}; {shares}",
     )
+
+
+def _loses_contexts(crowding: Crowding | None) -> bool:
+    """Return whether more episodes in flight are slower because the KV cache loses their contexts."""
+    return crowding is not None and crowding.recomputed - crowding.recomputed_before >= BINDS
 
 
 RESOURCES: dict[Resource, str] = {

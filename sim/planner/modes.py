@@ -45,7 +45,9 @@ USUAL_DISPATCH: tuple[DispatchName, ...] = (DEFAULT_DISPATCH, "skewness-aware")
 
 
 SANDBOX_SHARES = (0.25, 0.375, 0.5, 0.75, 1.0)
-"""Shares of the offered sandboxes that are tried."""
+"""Shares of the offered sandboxes that are tried as the number of episodes in flight."""
+SPARE_SANDBOXES = 0.25
+"""Sandboxes for each episode in flight that are tried beside it, where sandboxes stay open for the reward."""
 
 
 class EpisodeLimits(NamedTuple):
@@ -167,17 +169,31 @@ def find_modes(run: Run) -> list[Mode]:
 def _episode_limits(
     config: EnvironmentConfig | None, plan: PlanConfig, most: int
 ) -> list[EpisodeLimits | None]:
-    """Return the limits of episodes to try, if at most so many are in flight. More sandboxes are of no use."""
+    """Return the limits of episodes to try, if at most `most` are in flight.
+
+    More episodes in flight use tools and sandboxes better, but the KV cache may lose their contexts.
+    So their number is chosen apart from the sandboxes. More sandboxes than episodes in flight are of
+    use only if rewards are computed in them.
+    """
     if config is None:
         return [None]
     offered = min(config.sandboxes or most, most)
-    shares = sorted({max(1, round(share * offered)) for share in SANDBOX_SHARES})
-    in_flight: Sequence[int | None] = plan.max_episodes or [config.max_episodes]
-    return [
-        EpisodeLimits(sandboxes, episodes)
-        for sandboxes in plan.sandboxes or shares
-        for episodes in in_flight
-    ]
+    numbers = {max(1, round(share * offered)) for share in SANDBOX_SHARES}
+    if plan.sandboxes or plan.max_episodes:
+        in_flight: Sequence[int | None] = plan.max_episodes or [config.max_episodes]
+        return [
+            EpisodeLimits(sandboxes, episodes)
+            for sandboxes in plan.sandboxes or sorted(numbers)
+            for episodes in in_flight
+        ]
+    if config.max_episodes is not None:
+        numbers.add(min(config.max_episodes, offered))
+    found: list[EpisodeLimits | None] = [EpisodeLimits(number, None) for number in sorted(numbers)]
+    if config.scores_in_sandbox:
+        for number in sorted(numbers - {offered}):
+            spare = max(1, round(SPARE_SANDBOXES * number))
+            found.append(EpisodeLimits(min(number + spare, offered), number))
+    return found
 
 
 def _bounds(

@@ -192,6 +192,19 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
 Resource: TypeAlias = Literal["sandboxes", "replica", "tools", "training"]
 
 
+class Crowding(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated effect of an episode in flight for each added sandbox, which slows the plan down."""
+
+    episodes: int
+    """Episodes in flight."""
+    step_time_ratio: NotNegative | None
+    """Seconds of a step, divided by those of the plan; None if too many episodes reach their time limit."""
+    recomputed: NotNegative
+    """Share of the replicas' seconds in which they compute contexts again that the KV cache has lost."""
+    recomputed_before: NotNegative
+    """The same share in the plan."""
+
+
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated effect of more of one resource on a plan with episodes."""
 
@@ -210,6 +223,10 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     """Share of a step that is saved, divided by the relative change of the resource."""
     break_even: Number | None
     """Dollars an hour at which one unit leaves the cost of a step unchanged; None for a speed."""
+    price: NotNegative = 0.0
+    """Dollars an hour that one unit costs."""
+    crowding: Crowding | None = None
+    """What more episodes in flight would do, where the sandboxes are of use without them only."""
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):

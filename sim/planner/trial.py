@@ -251,6 +251,23 @@ def _speed_of(world: SimWorld) -> Speed:
     return trace.measure((min(first, num_whole), min(last, num_whole)))
 
 
+class Watched(NamedTuple):
+    """The speed of a plan with episodes over a few steps."""
+
+    speed: Speed | Unfinished
+    recomputed: float
+    """Share of the replicas' seconds in which they compute contexts again that the KV cache has lost."""
+
+
+def watched_speed_of(trial: Trial) -> Watched:
+    """Simulate a whole plan for the steps of its run file, and tell what its replicas compute again."""
+    run, workload = _planned(trial)
+    world = open_world(run, workload, trace_type=SpeedTrace)
+    speed = _if_finished(lambda _: _speed_of(world), trial)
+    seconds = world.env.now * max(1, len(world.replicas))
+    return Watched(speed, sum(each.recompute_time for each in world.replicas.values()) / seconds)
+
+
 def timed_speed_of(trial: Trial) -> tuple[Speed | Unfinished, float]:
     """Return the result of `short_speed_of` and the seconds that the simulation took."""
     began_at = time.perf_counter()

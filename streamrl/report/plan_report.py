@@ -34,6 +34,7 @@ from streamrl.runfile.plan_config import ObjectiveName, limit_words
 from streamrl.sim.planner.plan import (
     Change,
     Choice,
+    Crowding,
     PartialNode,
     Plan,
     PlannedFramework,
@@ -222,6 +223,11 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     if plan.lending is not None:
         yield lending_text(plan.lending)
     if plan.whole_run is not None:
+        if (rented := plan.whole_run.sandboxes) is not None and rented.dollars:
+            yield (
+                f"of it sandboxes: {format_dollars(rented.dollars)} for {rented.sandboxes:,} sandboxes and "
+                f"{rented.hours:,.4g} sandbox-hours"
+            )
         yield from (f"{name}: {text}" for name, text in basis_of(plan.whole_run))
 
 
@@ -289,14 +295,36 @@ def why_lines(plan: Plan) -> Iterator[str]:
 def worth_text(worth: Worth) -> str:
     """Return the simulated effect of more of one resource: "24 more sandboxes: a step takes 6.1 % less ± 2.0 %, ..."."""
     saved = 1 - worth.step_time_ratio
-    effect = f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'}"
+    effect = f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'}" if saved else "as long"
     chance = f" (± {worth.half_width:.1%} by chance)" if worth.half_width is not None else ""
     text = f"with {worth.what} a step takes {effect}{chance} and costs {worth.cost_ratio - 1:+.1%}"
     if worth.break_even is None:
         return text
-    most = max(0.0, worth.break_even)
     what = "one sandbox" if worth.resource == "sandboxes" else "the replica"
-    return f"{text}; {what} pays for itself below ${most:.3g} an hour"
+    asked = f"; it costs ${worth.price:.3g}" if worth.price else ""
+    if worth.break_even > 0:
+        text = f"{text}; {what} pays for itself below ${worth.break_even:.3g} an hour{asked}"
+    else:
+        text = f"{text}; {what} pays for itself at no price{asked and f'{asked} an hour'}"
+    return f"{text}{crowding_text(worth.crowding)}"
+
+
+def crowding_text(crowding: Crowding | None) -> str:
+    """Return what more episodes in flight would do: "; 60 episodes in flight take 35.6 % longer, ..."."""
+    if crowding is None:
+        return ""
+    again, before = crowding.recomputed, crowding.recomputed_before
+    if crowding.step_time_ratio is None:
+        effect = "lose too many tokens at their time limit"
+    else:
+        change = crowding.step_time_ratio - 1
+        effect = f"take {abs(change):.1%} {'longer' if change >= 0 else 'less'} a step"
+    cause = (
+        f", because replicas compute lost contexts again for {again:.0%} of their time ({before:.0%} now)"
+        if again - before >= 0.01
+        else ""
+    )
+    return f"; {crowding.episodes} episodes in flight would {effect}{cause}"
 
 
 def with_numbers(text: str, options: Sequence[PlanOption]) -> str:
