@@ -98,7 +98,7 @@ def test_an_agentic_run_replays_and_accounts_for_everything(system: str, tmp_pat
     seed=st.integers(0, 1000),
     system=st.sampled_from(SYSTEMS[1:]),
     after_loss=st.sampled_from(["restart", "replay"]),
-    placement=st.sampled_from(["sticky", "any"]),
+    placement=st.sampled_from(["sticky", "cache-aware", "any"]),
     sync=st.sampled_from(["drain-then-load", "load-in-flight", "abort-and-resume", "barrier"]),
     losses=st.lists(st.floats(0.0, 30.0), max_size=3),
 )
@@ -109,6 +109,7 @@ def test_losses_in_the_middle_of_episodes_lose_and_double_nothing(
         "seed": seed,
         "policies.system": system,
         "policies.turn_placement": placement,
+        "policies.turn_imbalance": 1,
         "policies.weight_sync": sync,
         "policies.max_restarts": 9,
     }

@@ -372,8 +372,8 @@ class EpisodeTimes:
 
 
 def _kept_share(placement: TurnPlacement, num_replicas: int) -> float:
-    """Return the share of turns that return to the replica of the turn before."""
-    return 1.0 if placement == "sticky" else 1 / num_replicas
+    """Return the share of turns that return to the replica of the turn before, if no replica is overloaded."""
+    return 1 / num_replicas if placement == "any" else 1.0
 
 
 def times_of_episodes(

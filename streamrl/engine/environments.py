@@ -33,6 +33,10 @@ class Environments:
     config: EnvironmentConfig
     is_sticky: bool
     """Whether the next turn goes to the replica of the turn before."""
+    turn_imbalance: int | None = None
+    """Fewest turns by which an overloaded replica is ahead of the least loaded one. Then the next turn
+    goes elsewhere. None: it does not.
+    """
     queue: list[tuple[int, Rollout]] = field(default_factory=list)
     """Heap of (rollout, episode) without an environment. Dropped ones are skipped."""
     to_act: deque[Rollout] = field(default_factory=deque)

@@ -419,7 +419,11 @@ def _build_environments(
     config: EnvironmentConfig | None, policies: PoliciesConfig
 ) -> Environments | None:
     """Return the environments of a run before its first episode; None if episodes have one turn."""
-    return None if config is None else Environments(config, policies.turn_placement == "sticky")
+    if config is None:
+        return None
+    is_aware = policies.turn_placement == "cache-aware"
+    is_sticky = is_aware or policies.turn_placement == "sticky"
+    return Environments(config, is_sticky, policies.turn_imbalance if is_aware else None)
 
 
 def _build_side(

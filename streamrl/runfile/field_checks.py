@@ -527,6 +527,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "max_staleness": Bounds(0),
         "sync_every": Bounds(1),
         "oversampling": Bounds(1, MOST_OVERSAMPLED),
+        "turn_imbalance": Bounds(1),
         "context_time": Bounds(0),
         "tail_share": SHARE,
         "tail_every": Bounds(2),

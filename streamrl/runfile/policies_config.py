@@ -18,7 +18,7 @@ WeightSyncName = Literal[
     "barrier", "drain-then-load", "load-in-flight", "abort-and-resume", "between-batches"
 ]
 GroupPlacement = Literal["split", "together"]
-TurnPlacement = Literal["sticky", "any"]
+TurnPlacement = Literal["sticky", "cache-aware", "any"]
 SkewObjective = Literal["max", "sum", "drain"]
 TailBatchingName = Literal["none", "defer"]
 MigrationName = Literal["none", "consolidate", "overrun"]
@@ -70,7 +70,13 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     """Whether the rollouts of a group may go to different replicas, or share one and their prompt's prefill."""
     turn_placement: TurnPlacement = "sticky"
     """Which replica generates the next turn of an episode. sticky: that of the turn before, whose
-    prefix cache may have its context, unless its weights are too old. any: as `dispatch` decides.
+    prefix cache may have its context, unless its weights are too old. cache-aware: the same, unless
+    that replica is overloaded: it has more than 1.5 times the turns of the least loaded replica, and
+    at least `turn_imbalance` more. Then, and with any, `dispatch` decides.
+    """
+    turn_imbalance: int = 64
+    """Fewest turns by which an overloaded replica is ahead of the least loaded one, with
+    `turn_placement = "cache-aware"`. The default is that of SGLang's router.
     """
     tail_share: float = 0.2
     """Share of a step's rollouts that skewness-aware dispatch gives replicas of their own (the paper's alpha)."""

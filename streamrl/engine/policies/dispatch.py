@@ -58,6 +58,10 @@ class LongestFirst:
         return rollout.group.step * MOST_TOKENS - rollout.expected_tokens
 
 
+OVERLOAD = 1.5
+"""Turns of an overloaded replica, relative to the least loaded one. SGLang's router has the same default
+(`--balance-rel-threshold`, github.com/lightseekorg/smg, docs/getting-started/load-balancing.md).
+"""
 AHEAD = 1  # rollouts: in a real run the engine learns of a free slot slightly later
 
 _MASK = (1 << 64) - 1
@@ -297,11 +301,18 @@ def mix(seed: int, number: int) -> int:
 
 
 def _home(state: State, rollout: Rollout) -> Replica | None:
-    """Return the replica of a rollout's last turn, if it is fresh enough and has room."""
+    """Return the replica of a rollout's last turn, if it is fresh enough, has room and is not overloaded."""
+    oldest = rollout.group.oldest_version
     replica = None if rollout.home is None else state.fleet.replicas.get(rollout.home)
-    if replica is not None and replica.has_place:
-        return replica if replica.promises(rollout.group.oldest_version) else None
-    return None
+    if replica is None or not (replica.has_place and replica.promises(oldest)):
+        return None
+    own = state.environments
+    if own is None or own.turn_imbalance is None:
+        return replica
+    least = state.fleet.least_loaded(oldest)
+    num, fewest = len(replica.rollouts), 0 if least is None else len(least.rollouts)
+    is_overloaded = num - fewest >= own.turn_imbalance and num > OVERLOAD * fewest
+    return None if is_overloaded else replica
 
 
 def _beside_siblings(rollout: Rollout) -> Replica | None:
