@@ -439,13 +439,21 @@ class RolloutBuffer:
 
     def turn_texts(self, buffered: BufferedRollout) -> list[str]:
         """Return the text of each turn of the policy, without special tokens."""
+        return [text for text, is_policy in self.parts(buffered) if is_policy]
+
+    def parts(self, buffered: BufferedRollout) -> list[tuple[str, bool]]:
+        """Return the text of each turn and observation, without special tokens, and whether the policy wrote it."""
         ids, start, texts = read_blocks(buffered.output)[0].tolist(), 0, []
         for segment in buffered.segments:
             end = start + segment.num_tokens
-            if segment.is_policy:
-                texts.append(self.workload.text(ids[start:end]))
+            texts.append((self.workload.text(ids[start:end]), segment.is_policy))
             start = end
         return texts
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether rollouts have turns and observations."""
+        return self._environment is not None
 
     def last_token(self, buffered: BufferedRollout) -> int:
         """Return the last token of a rollout with output."""

@@ -126,6 +126,20 @@ def test_a_turn_goes_to_the_replica_of_the_turn_before_where_it_is_sticky(
     assert of(Generate, answered(s, 1))[0].replica == replica
 
 
+@pytest.mark.parametrize(("imbalance", "replica"), [(1, 1), (2, 0)])
+def test_a_turn_leaves_an_overloaded_replica_where_placement_is_cache_aware(
+    imbalance: int, replica: int
+) -> None:
+    """Replica 0 has one turn of another episode, and replica 1 has none."""
+    changes = {"policies__turn_placement": "cache-aware", "policies__turn_imbalance": imbalance}
+    s = episodes(3, policies__system="stream-sync", **changes)
+    begun(s)
+    sent = answered(s, 0, 1, 2, tokens=0)
+    assert [command.replica for command in sent] == [0, 1, 0]
+    s.tell(generated(0), generated(1))
+    assert of(Generate, answered(s, 0))[0].replica == replica
+
+
 def test_the_staleness_of_an_episode_is_that_of_its_oldest_turn() -> None:
     s = episodes(1, policies__system="fully-async", policies__max_staleness=1, algorithm__steps=3)
     begun(s)
@@ -377,3 +391,11 @@ def test_the_deadline_of_a_restarted_episode_counts_from_its_second_start() -> N
     own.end(second)
     assert own.next_deadline() is first
     assert first.deadline == 30.0
+
+
+def test_tools_without_a_scorer_are_refused() -> None:
+    """Their environment gives no reward, so nothing would be learned."""
+    tools = {"env__implementation": "tools", "env__tools": ["mcp:server"], "env__sandbox": False}
+    with pytest.raises(RunError, match=r"verifier.scorer is missing: .*'tools' gives no reward"):
+        episodes(1, **tools, verifier__scorer=None)
+    episodes(1, **tools, verifier__scorer="exact")

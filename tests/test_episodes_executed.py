@@ -16,6 +16,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from streamrl.cli.samples import describe_group
 from streamrl.engine.messages import Act, Event, Failed, Observed, Verified
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, replay
@@ -27,9 +28,12 @@ from streamrl.executor.environment.session import (
     Session,
 )
 from streamrl.executor.launchers.handles import WorkerLostError
+from streamrl.executor.trainer.step_record import step_samples
 from streamrl.executor.world import RealWorld
 from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.record.run_directory import read_rollouts
+from streamrl.record.samples import SampledGroup
+from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.workload_config import LengthsConfig
@@ -195,6 +199,12 @@ def test_a_faulty_environment_ends_the_run_with_its_reason(tmp_path: Path) -> No
         executed(run)
 
 
+def test_a_run_ends_early_if_no_environment_begins_an_episode(tmp_path: Path) -> None:
+    run = episode_run(tmp_path, env__implementation=f"{GAME}Closed")
+    with pytest.raises(ExtensionError, match=r"all of its first 8 starts failed.*task is missing"):
+        executed(run)
+
+
 # Limits -------------------------------------------------------------------------------------------
 
 
@@ -313,6 +323,24 @@ def test_episodes_are_recorded_turn_by_turn_and_simulated_again(tmp_path: Path) 
         workload = replace(run.workload, lengths=lengths)
         (drawn,) = SimulatedWorkload(replace(run, workload=workload)).draw(0, 1)
         assert {each.num_turns for each in drawn.episodes} == {3}
+
+
+def test_a_sample_separates_turns_and_observations(tmp_path: Path) -> None:
+    run = episode_run(tmp_path, env__arguments={"first": "begin"})
+    found: list[SampledGroup] = []
+
+    def look(world: RealWorld, event: Event) -> None:
+        if isinstance(event, Verified) and not found:
+            group = event.rollout // run.algorithm.group_size
+            found.append(step_samples(world._buffer, [group], 1, 99, 256, lambda rollout: 0.5))
+
+    executed(run, look)
+    parts = [each.parts for each in found[0].rollouts if len(each.parts) == 6]
+    assert [part.is_policy for part in parts[0]] == [False, True] * 3
+    assert parts[0][0].text and parts[0][1].text.split()
+    shown = describe_group(found[0])
+    first = shown.index("  observation:")
+    assert first < shown.index("  turn 1:") < shown.index("  observation:", first + 1)
 
 
 def test_a_damaged_record_of_episodes_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from streamrl.executor.environment.session import (
     Observation,
     Session,
 )
+from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.environment_config import EnvironmentConfig
+
+FEW_STARTS = 8
+"""Starts that fail before the first one succeeds, after which the run ends. Assumption: a class that fails so often with
+an error of its own never begins an episode.
+"""
 
 
 class EpisodeRunner:
@@ -39,6 +45,8 @@ class EpisodeRunner:
         self._sessions: dict[int, Session] = {}
         self._ends: dict[int, bool] = {}
         """By rollout that is judged: whether its environment is closed afterwards."""
+        self._num_failed: int | None = 0
+        """Starts that have failed; None after the first one that succeeded."""
 
     async def act(self, command: Act) -> Observed:
         """Let the environment of a rollout answer a turn, or start it, or both.
@@ -80,12 +88,32 @@ class EpisodeRunner:
         buffered.turn_rewards.clear()
         buffered.action_times.clear()
         began_at = time.monotonic()
-        observation = await session.reset(task)
+        try:
+            observation = await session.reset(task)
+        except EnvironmentFaultError as error:
+            self._note_failure(error)
+            raise
+        self._num_failed = None
         buffered.start_time = time.monotonic() - began_at
         if buffered.output:
             return 0
         ids = self._encoder.first(task["prompt"], observation)
         return self._buffer.observe(rollout, buffered, ids) if ids else 0
+
+    def _note_failure(self, error: EnvironmentFaultError) -> None:
+        """Count a failed start.
+
+        Raises:
+            ExtensionError: no environment can be started.
+        """
+        if self._num_failed is None:
+            return
+        self._num_failed += 1
+        if self._num_failed >= FEW_STARTS:
+            raise ExtensionError(
+                f"environment.implementation {self._config.implementation!r} begins no episode: all of its first "
+                f"{FEW_STARTS} starts failed, the last one with: {error}. `streamrl doctor` tries one start"
+            ) from None
 
     async def _catch_up(
         self, session: Session, buffered: BufferedRollout, turn: int, limit: float | None

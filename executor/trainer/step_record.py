@@ -12,6 +12,7 @@ from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
 from streamrl.record.run_directory import OF_SCORER
 from streamrl.record.samples import (
     SampledGroup,
+    SampledPart,
     SampledRollout,
     most_varied_group,
     shortened,
@@ -109,6 +110,7 @@ def step_samples(
             finish="length" if buffered.num_tokens >= max_tokens else "stop",
             version=buffered.versions[0][0],
             verifier=buffered.fault,
+            parts=_parts_of(buffer, buffered),
         )
 
     return SampledGroup(
@@ -117,6 +119,15 @@ def step_samples(
         mean_reward=sum(own) / len(own),
         size=len(own),
         rollouts=tuple(sampled(group[index]) for index in spread_over(own, count)),
+    )
+
+
+def _parts_of(buffer: RolloutBuffer, buffered: BufferedRollout) -> tuple[SampledPart, ...]:
+    """Return the turns and observations of an episode, whose texts have `MOST_TEXT` characters together."""
+    found = buffer.parts(buffered) if buffer.has_episodes else []
+    return tuple(
+        SampledPart(text=shortened(text, MOST_TEXT // len(found)), is_policy=is_policy)
+        for text, is_policy in found
     )
 
 

@@ -82,7 +82,18 @@ def _describe_rollout(rollout: SampledRollout) -> str:
         f"{rollout.num_tokens:,} tokens, {ENDS[rollout.finish]}, begun under version {rollout.version}"
     )
     fault = f", {rollout.verifier}" if rollout.verifier else ""
-    return f"\n{facts}{fault}\n{_quoted(rollout.text)}"
+    return f"\n{facts}{fault}\n{_text_of(rollout)}"
+
+
+def _text_of(rollout: SampledRollout) -> str:
+    """Return a completion; of an episode, its turns and observations, each below its name."""
+    if not rollout.parts:
+        return _quoted(rollout.text)
+    lines, turn = [], 0
+    for part in rollout.parts:
+        turn += part.is_policy
+        lines += [f"  turn {turn}:" if part.is_policy else "  observation:", _quoted(part.text)]
+    return "\n".join(lines)
 
 
 def _quoted(text: str) -> str:

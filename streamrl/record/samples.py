@@ -11,6 +11,14 @@ import msgspec
 from streamrl.record.run_directory import SAMPLES, read_samples
 
 
+class SampledPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the policy, or an observation of its environment."""
+
+    text: str
+    """Without the middle part if it is long."""
+    is_policy: bool
+
+
 class SampledRollout(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout that was trained on."""
 
@@ -26,6 +34,8 @@ class SampledRollout(msgspec.Struct, frozen=True, kw_only=True):
     """Version that sampled its first token."""
     verifier: str | None = None
     """Why the verifier could not score it; None if it did."""
+    parts: tuple[SampledPart, ...] = ()
+    """Turns and observations of an episode in order; empty without an environment."""
 
 
 class SampledGroup(msgspec.Struct, frozen=True, kw_only=True):

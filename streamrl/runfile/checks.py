@@ -729,7 +729,9 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_precision(run.rollout),
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),
     *POLICY_CHECKS,
-    lambda run: check_environment(run.environment, run.policies, run.workload, run.rollout.kinds),
+    lambda run: check_environment(
+        run.environment, run.policies, run.workload, run.rollout.kinds, run.verifier
+    ),
     lambda run: check_credit(run.algorithm, run.environment),
     lambda run: check_evaluation(run.evaluation, run.environment, run.workload),
     lambda run: _check_evaluation_scorer(run.evaluation),

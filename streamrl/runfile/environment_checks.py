@@ -10,7 +10,7 @@ from streamrl.runfile.environment_choice import ENVIRONMENTS, MCP, class_of
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, OneOf, RunError
 from streamrl.runfile.policies_config import PoliciesConfig
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 from streamrl.runfile.units import quantity_text
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -24,6 +24,7 @@ def check_environment(
     policies: PoliciesConfig,
     workload: WorkloadConfig,
     kinds: Sequence[RolloutConfig],
+    verifier: VerifierConfig,
 ) -> None:
     """Raise `RunError` if a value does not fit the others, or needs episodes of one turn."""
     if config is None:
@@ -35,6 +36,7 @@ def check_environment(
             read_distribution(f"environment.{name}", text, is_time=name in TIMED)
     _check_context(config, workload)
     _check_implementation(config)
+    _check_scorer(config, verifier)
     if config.sandbox_price and config.sandboxes is None:
         key = "environment.sandbox_price"
         text = f"{key} {config.sandbox_price:g} needs the number of sandboxes that are paid for: set environment.sandboxes"
@@ -111,6 +113,18 @@ def _check_implementation(config: EnvironmentConfig) -> None:
     if chosen is not None and chosen.uses_network and config.sandbox:
         text = f"environment.sandbox must be false for {key} {name!r}, which uses the network"
         raise RunError("environment.sandbox", True, OneOf([False]), text)
+
+
+def _check_scorer(config: EnvironmentConfig, verifier: VerifierConfig) -> None:
+    """Refuse an environment without rewards if no scorer gives them."""
+    chosen = ENVIRONMENTS.get(config.implementation or "")
+    if chosen is not None and chosen.needs_scorer and not verifier.rewards:
+        key, name = "verifier.scorer", config.implementation
+        text = (
+            f"{key} is missing: environment.implementation {name!r} gives no reward itself, so nothing would be learned; "
+            "set a scorer of the last turn, or write a class whose step returns a reward"
+        )
+        raise RunError(key, None, text=text, others=("environment.implementation",))
 
 
 def _check_context(config: EnvironmentConfig, workload: WorkloadConfig) -> None:

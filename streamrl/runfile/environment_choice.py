@@ -19,6 +19,8 @@ class EnvironmentChoice(NamedTuple):
     """Arguments that it must have."""
     has_tools: bool = False
     """Whether it needs `environment.tools`."""
+    needs_scorer: bool = False
+    """Whether it gives no reward itself."""
     reads_calls: bool = False
     """Whether it reads tool calls, in `environment.tool_format`."""
     uses_network: bool = False
@@ -29,7 +31,10 @@ class EnvironmentChoice(NamedTuple):
 
 ENVIRONMENTS: dict[str, EnvironmentChoice] = {
     "tools": EnvironmentChoice(
-        "streamrl.executor.environment.tools:ToolEnvironment", has_tools=True, reads_calls=True
+        "streamrl.executor.environment.tools:ToolEnvironment",
+        has_tools=True,
+        needs_scorer=True,
+        reads_calls=True,
     ),
     "reasoning-gym": EnvironmentChoice("streamrl.executor.environment.retry:Retry"),
     "verifiers": EnvironmentChoice(
