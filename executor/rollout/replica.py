@@ -133,7 +133,7 @@ class Replica:
             WorkerLostError: the weights do not arrive. The replica is then useless, so it is killed.
             ValueError: the weights were never pushed.
         """
-        self._may_generate.clear()
+        self.hold()
         try:
             manifest = await fetched
             if manifest is None:
@@ -147,7 +147,7 @@ class Replica:
         return WeightsLoaded(command.replica, command.version, loaded.load_time, loaded.checksum)
 
     def hold(self) -> None:
-        """Let rollouts that are sent from now on wait until `lend` has ended."""
+        """Let rollouts that are sent from now on wait for new weights."""
         self._may_generate.clear()
 
     async def lend(self, command: Lend, manifest: Manifest | None) -> str:
