@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.record.band import Band, ModelError, band_of, hull, named_datasheets
+from streamrl.hardware.tiers import SPREADS
+from streamrl.record.band import (
+    Band,
+    ModelError,
+    band_of,
+    basis_of,
+    hull,
+    model_error_of,
+    named_datasheets,
+)
 from streamrl.record.metrics import bands_of_speed, measure
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.plan_report import head_lines
@@ -17,6 +26,8 @@ from streamrl.report.run_tables import figure_text, headline, time_text
 from streamrl.report.words import money
 from streamrl.runfile.files import write_run
 from streamrl.runfile.formatting import format_dollars, format_step_time, long_dollars, long_time
+from streamrl.runfile.frameworks import load_framework
+from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.planner.plan import read_plan
 from tests.command_line import streamrl
@@ -189,3 +200,31 @@ def test_attention_beyond_its_table_is_named_with_its_layers_and_its_gpu() -> No
     assert sum(shares.values()) == pytest.approx(first.provenance.shares["roofline"])
     shares = whole.mean().provenance.datasheets
     assert sum(shares.values()) == pytest.approx(whole.provenance.shares["roofline"])
+
+
+def test_a_factor_that_few_sources_have_widens_the_band_of_what_it_takes_part_in() -> None:
+    base = {"algorithm.old_log_probs": "trainer"}
+    spreads = {}
+    for name in ("nemo-rl", "verl"):
+        facts = Costs.load(small_run({**base, "framework.name": name})).facts
+        found = facts.get(SPREADS, {})
+        assert isinstance(found, dict)
+        spreads[name] = found.get("train", 0.0)
+    low, middle, high = load_framework("nemo-rl").layouts[0].slowdown
+    assert spreads == {"nemo-rl": max(1 - low / middle, high / middle - 1), "verl": 0.0}
+
+    def half(factor: float) -> float:
+        shares = {"train": 0.5, "generation": 0.5}
+        facts = {"train": {"composed": 1.0}, "decode": {"composed": 1.0}}
+        return model_error_of(basis_of({}, shares, {**facts, SPREADS: {"train": factor}})).high
+
+    assert half(0.3) > half(0.1) > half(0.0)
+    assert half(0.0) == pytest.approx(half(1e-9))
+
+
+def test_a_slow_host_widens_the_band_of_mixtures_alone() -> None:
+    table = {"cluster.pools.near.gpu": "gb200", "trainer.max_tokens_per_pass": 8192}
+    mixture = {"model.name": "qwen3-30b-a3b"}
+    for changes, is_wider in ((mixture, True), ({}, False)):
+        facts = Costs.load(small_run({**table, **changes})).facts
+        assert (SPREADS in facts) == is_wider

@@ -25,7 +25,7 @@ from streamrl.hardware.nvme import check_nvme
 from streamrl.hardware.precision import Precision
 from streamrl.hardware.profiles import check_profiles, load_gpu
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, check_precision, resolve
-from streamrl.hardware.tiers import DATASHEETS, PARTITION, Provenance
+from streamrl.hardware.tiers import DATASHEETS, PARTITION, SPREADS, Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
@@ -272,6 +272,8 @@ class Costs(TrainerCosts):
         sources = dict.fromkeys(source for found in everything for source in found.sources)
         facts = {**shares, "errors": errors, "p90": p90, "sources": list(sources)}
         facts[PARTITION] = list(self.partition)
+        spreads = {name: p.spread for name, p in self.provenance.items() if p.spread}
+        facts |= {SPREADS: spreads} if spreads else {}
         return {**facts, DATASHEETS: named} if named else facts
 
 

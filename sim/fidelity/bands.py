@@ -84,6 +84,8 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True):
     generation_roofline: float = 0.0
     train_scaled: float = 0.0
     train_roofline: float = 0.0
+    train_factors: float = 0.0
+    """Further spread of scoring and training passes from factors of which few sources are known."""
 
     @property
     def error(self) -> float:
@@ -99,6 +101,7 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True):
             replicas={stage: getattr(self, stage) for stage in STAGES},
             trainer={"score": self.trainer_score, "train": self.trainer_train},
             tiers={"generation": generating, "score": training, "train": training},
+            factors={"score": self.train_factors, "train": self.train_factors},
             partition=(self.kind, self.silicon, self.framework),
         )
 
@@ -131,6 +134,7 @@ def _residual(row: Row) -> Residual:
         if stage in ("generation", "train")
         for tier in DATASHEET_TIERS
     }
+    shares["train_factors"] = basis.factors.get("train", 0.0)
     return msgspec.convert(
         {
             "stage": row.stage,

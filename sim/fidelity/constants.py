@@ -142,6 +142,8 @@ def _leaves(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, s
                 for each in tables:
                     name = f"{key}.{each['key']}" if "key" in each else key
                     yield from _leaves(each, f"{before}{name}.")
+                if any(isinstance(each, float) for each in value):
+                    yield f"{before}{key}", " to ".join(f"{each:g}" for each in value)
             case int() | float():
                 yield f"{before}{key}", f"{value:g}"
             case str():

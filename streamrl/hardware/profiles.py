@@ -22,7 +22,7 @@ from streamrl.runfile.errors import OneOf, RunError, shown
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.reading import read_toml
 from streamrl.runfile.roles_config import SpeculativeConfig
-from streamrl.runfile.units import Bandwidth, Duration, Size, read_quantity
+from streamrl.runfile.units import NO_FACTOR, Bandwidth, Duration, Factor, Size, read_quantity
 
 FORMATS_COMPUTED = (*BYTES, "mxfp8", "int8", "nvfp4")
 """Formats in which products may be computed. `streamrl.hardware.precision` has the bytes of the narrow ones."""
@@ -94,7 +94,7 @@ class Gpu(ProfileTable, frozen=True, kw_only=True):
     """Bytes that the driver reports."""
     reserve: Size = Size(0)
     """Bytes of it that tensors cannot use: the driver's own, and the context of a process."""
-    host_slowdown: float = 1.0
+    host_slowdown: Factor = NO_FACTOR
     """Seconds in which its host's CPU launches an operation, relative to x86 hosts."""
     host_memory: Size | None = None
     """The GPU's share of its node's host memory; None if no limit is known."""

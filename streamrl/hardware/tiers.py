@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import hypot
 from typing import Literal, get_args
 
 import msgspec
@@ -20,6 +21,9 @@ DATASHEETS = "datasheets"
 
 PARTITION = "partition"
 """The entry of a trace's facts with the kind of model, the silicon, and whether the framework is named."""
+
+SPREADS = "spreads"
+"""The entry of a trace's facts with the spread of each operation from factors of which few sources are known."""
 
 
 def datasheet_share(tiers: Mapping[Tier, float] | Mapping[str, float]) -> float:
@@ -41,6 +45,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the seconds by what takes them, such as "attention of decode on A100", as far as datasheets are behind them
     and their parts are known.
     """
+    spread: float = 0.0
+    """By how much the seconds may be off as a share, because few sources are known of a factor in them."""
 
     @classmethod
     def of(
@@ -73,7 +79,12 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             error=max(errors) if len(errors) == len(parts) else None,
             p90=max(p90) if len(p90) == len(parts) else None,
             datasheets=named,
+            spread=max((part.spread for part in parts), default=0.0),
         )
+
+    def with_spread(self, more: float) -> Provenance:
+        """Return the provenance with the spread of one more factor, which is independent of the others."""
+        return msgspec.structs.replace(self, spread=hypot(self.spread, more)) if more else self
 
     def adjusted(self, source: str) -> Provenance:
         """Return the provenance of seconds after a factor of the run file: "measured" becomes "composed"."""
@@ -82,7 +93,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             known: Tier = "composed" if tier == "measured" else tier
             shares[known] = shares.get(known, 0.0) + share
         sources = (*self.sources, source)
-        return Provenance(shares=shares, sources=sources, datasheets=self.datasheets)
+        return Provenance(
+            shares=shares, sources=sources, datasheets=self.datasheets, spread=self.spread
+        )
 
     @property
     def tier(self) -> Tier:

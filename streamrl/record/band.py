@@ -25,7 +25,7 @@ from streamrl.hardware.step_errors import (
     StepErrors,
     step_errors,
 )
-from streamrl.hardware.tiers import DATASHEETS, PARTITION, TIERS, Tier, datasheet_share
+from streamrl.hardware.tiers import DATASHEETS, PARTITION, SPREADS, TIERS, Tier, datasheet_share
 from streamrl.record.attribution import SidesAttribution
 from streamrl.record.step_stages import STAGE_OF_OPERATION, stage_shares
 from streamrl.record.uncertainty import MOST_UNMEASURED, OPERATION_OF_ACTIVITY
@@ -69,6 +69,8 @@ class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of each stage of the trainer, relative to the step; those on shared GPUs are here or in `replicas`."""
     tiers: dict[Stage, dict[Tier, float]] = {}
     """By stage: share of its seconds by tier."""
+    factors: dict[Stage, float] = {}
+    """By stage: further spread from factors of which few sources are known."""
     partition: tuple[str, ...] = ()
     """The kind of model, the silicon, and whether the framework is named; empty if they are not recorded."""
 
@@ -96,13 +98,14 @@ class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
         return "datasheets" if datasheet_share(tiers) > MOST_UNMEASURED else "tables"
 
     def spreads(self, errors: StepErrors, unchecked: Sequence[str] = ()) -> dict[Stage, float]:
-        """Return the spread of each stage, with that of seconds from datasheets and of those that were never checked."""
+        """Return the spread of each stage, with that of datasheets, of factors with few sources, and of unchecked seconds."""
         return {stage: self._spread(stage, errors, stage in unchecked) for stage in STAGES}
 
     def _spread(self, stage: Stage, errors: StepErrors, is_unchecked: bool) -> float:
         tiers, own = self.tiers.get(stage, {}), errors.spread(stage, self.partition)
         measured = tiers.get("measured", 0.0)
         spread = measured * MEASURED + (1 - measured) * own
+        spread = hypot(spread, (1 - measured) * self.factors.get(stage, 0.0))
         if stage == "sync":  # published seconds of syncs are compared with rooflines
             return spread
         scaled = tiers.get("scaled", 0.0) + is_unchecked * tiers.get("composed", 0.0)
@@ -248,11 +251,13 @@ def basis_of(
         found = facts.get("decode" if stage == "generation" else stage)
         own = found if isinstance(found, Mapping) else {}
         tiers[stage] = {tier: own[tier] for tier in TIERS if tier in own}
-    partition = facts.get(PARTITION, ())
+    partition, found = facts.get(PARTITION, ()), facts.get(SPREADS)
+    spreads = found if isinstance(found, Mapping) else {}
     return StepBasis(
         replicas=dict(replicas),
         trainer=dict(trainer),
         tiers=tiers,
+        factors={stage: spreads[stage] for stage in STAGES if spreads.get(stage)},
         partition=tuple(partition) if isinstance(partition, list) else (),
     )
 

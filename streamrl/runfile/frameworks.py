@@ -33,7 +33,7 @@ from streamrl.runfile.profile_folder import PROFILES
 from streamrl.runfile.reading import read_toml
 from streamrl.runfile.roles_config import Sharding, TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig, FrameworkName
-from streamrl.runfile.units import Bandwidth, Duration, read_quantity
+from streamrl.runfile.units import NO_FACTOR, Bandwidth, Duration, Factor, read_quantity
 
 FRAMEWORKS = PROFILES / "frameworks"
 USUAL = "usual"
@@ -141,7 +141,7 @@ class Layout(_Table, frozen=True, kw_only=True):
     """Bytes a second of a GPU's weights on their way to host memory, when a reference model takes
     their place. None: the GPU's host link.
     """
-    slowdown: float = 1.0
+    slowdown: Factor = NO_FACTOR
     """Seconds of its forward and backward passes for each second of the same passes in pretraining."""
     fills_micro_batches: bool = False
     """Whether the packed rollouts of a whole batch go into as few micro-batches as possible. Those of
@@ -307,14 +307,15 @@ def swap_bandwidth(name: FrameworkName | None, trainer: TrainerConfig) -> float 
     return None if layout is None else layout.swap_bandwidth
 
 
-def slowdown(name: FrameworkName | None, trainer: TrainerConfig) -> float:
+def slowdown(name: FrameworkName | None, trainer: TrainerConfig) -> Factor:
     """Return the seconds of a framework's passes for each second of the same passes in pretraining.
 
     `trainer.efficiency` was measured with the framework and has its slowdown already.
     """
     framework = framework_of(name)
     layout = None if framework is None else framework.layout_for(trainer)
-    return 1.0 if layout is None or trainer.efficiency is not None else layout.slowdown
+    has_own = trainer.efficiency is not None
+    return NO_FACTOR if layout is None or has_own else layout.slowdown
 
 
 def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> bool:

@@ -167,6 +167,22 @@ def _short(number: float) -> str:
     return repr(float(number)).removesuffix(".0")
 
 
+class Factor(NamedTuple):
+    """A factor that few sources have: its lowest, its used and its highest value."""
+
+    low: float
+    middle: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        """Return by how much the used value may be off, as a share of it."""
+        return max(1 - self.low / self.middle, self.high / self.middle - 1)
+
+
+NO_FACTOR = Factor(1.0, 1.0, 1.0)
+
+
 def read_quantity(kind: type, value: object) -> object:
     """Read a quantity of any kind; what msgspec calls for types that are not its own."""
     if kind in QUANTITIES:

@@ -60,7 +60,7 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
             adapter_rank=adapter_rank,
             trained=trainer.trained_models / num_trained,
             drafted=trainer.trains_drafts / num_trained,
-            host_slowdown=trainer.gpu.host_slowdown,
+            host_slowdown=trainer.gpu.host_slowdown.middle,
         )
 
     @property

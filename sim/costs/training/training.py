@@ -134,7 +134,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
         updated += switches.step_time
         return cls(
-            stages=stages.at(score / times, train / times),
+            stages=stages.at(score / times.middle, train / times.middle),
             num_scored=trainer.algorithm.num_scored,
             num_trained=num_trained,
             informative_share=run.computed_share,
@@ -145,7 +145,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             epochs=run.framework.epochs,
             transfer_time=run.framework.transfer_time * trainer.longest_sequence,
             fills_micro_batches=fills and choose_system(run.policies).streaming == "whole-batch",
-            provenance=provenance,
+            provenance=provenance.with_spread(times.spread),
             trainer=trainer.config,
         )
 
@@ -271,8 +271,22 @@ def _known_stages(trainer: TrainerHardware) -> _KnownStages:
     sources, *errors = _checked(profile, rates, name, is_mixture=is_mixture)
     if (unseen := _unseen(trainer)) is not None:
         tier, sources, errors = "roofline", [*sources, unseen], [None, None]
-    provenance = Provenance.of(tier, sources, *errors)
+    provenance = Provenance.of(tier, sources, *errors).with_spread(_host_spread(layer, trainer))
     return _KnownStages(StageTimes.of_layers(ranks, layer), constants, provenance)
+
+
+def _host_spread(layer: Layer, trainer: TrainerHardware) -> float:
+    """Return the spread of passes from the unknown slowdown of the host, which takes part of their seconds."""
+    ranks, factor = layer.ranks, trainer.gpu.host_slowdown
+    if factor.spread == 0 or ranks.model.experts is None:
+        return 0.0
+    tokens = trainer.config.max_tokens_per_pass or trainer.longest_sequence
+    quick = replace(layer, ranks=replace(ranks, host_slowdown=0.0))
+    total, without = (
+        sum(one.fixed + one.per_token * tokens for one in (each.forward(), each.backward()))
+        for each in (layer, quick)
+    )
+    return factor.spread * (1 - without / total)
 
 
 def _unseen(trainer: TrainerHardware) -> str | None:
