@@ -31,15 +31,18 @@ Answer = TypeVar("Answer")
 
 
 @contextmanager
-def worker_pool() -> Iterator[Executor]:
+def worker_pool(begin: Callable[[], object] | None = None) -> Iterator[Executor]:
     """Yield a process for each core. The processes end with this one, however it ends.
 
-    After an error or Ctrl-C, they are killed at once.
+    After an error or Ctrl-C, they are killed at once. Each process calls `begin` first.
 
     Raises:
         RuntimeError: a process was killed, for example because memory ran out.
     """
-    others, pool = active_children(), ProcessPoolExecutor(initializer=_begin_worker)
+    others, pool = (
+        active_children(),
+        ProcessPoolExecutor(initializer=_begin_worker, initargs=(begin,)),
+    )
     try:
         yield pool
     except BaseException as error:  # also Ctrl-C: running jobs may take a minute
@@ -54,10 +57,12 @@ def worker_pool() -> Iterator[Executor]:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def _begin_worker(begin: Callable[[], object] | None) -> None:
     """Leave Ctrl-C to the parent process, and end when it does, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
+    if begin is not None:
+        begin()
 
 
 def _end_with_parent() -> None:

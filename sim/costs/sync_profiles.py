@@ -35,8 +35,8 @@ class SyncBackend(ProfileTable, frozen=True, kw_only=True):
     date: datetime.date
     fitted_to: list[str]
     """Measured rows that the constants come from; empty if nothing is published."""
-    setup_time: Duration
-    tensor_time: Duration
+    setup_time: Duration = Duration(0.0)
+    tensor_time: Duration = Duration(0.0)
     """Seconds for each tensor: gather, launch, load."""
     offload_bandwidth: Bandwidth | None = None
     """Bytes per second at which all weights go to host memory before the transfer; None if they do
@@ -46,7 +46,7 @@ class SyncBackend(ProfileTable, frozen=True, kw_only=True):
     """Most bytes per second of the sender, including its gather; None if the gather is counted
     separately.
     """
-    broadcast_share: float
+    broadcast_share: float = 1.0
     """Share of the bytes that every receiver gets in full; of the rest each receives its own
     shard.
     """
