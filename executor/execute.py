@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from streamrl.executor.launchers.launcher import Launcher
     from streamrl.executor.launchers.role_configs import RoleConfigs
     from streamrl.executor.record import RunDirectory
-    from streamrl.executor.roles import TransferRole, Write
+    from streamrl.executor.roles import TransferRole, WeightSource
     from streamrl.executor.subscribers.secondary_records import SecondaryRecords
     from streamrl.executor.token_files import KeptTokens
 
@@ -497,7 +497,8 @@ async def _execute_in(
             partial(
                 make_transfer,
                 run.sync,
-                run.execute.launcher,
+                run.execute,
+                run.trainer.pool,
                 launcher,
                 weights_room(run.model, serves_adapters=run.serves_adapters),
             ),
@@ -544,15 +545,28 @@ def make_launcher(roles: PlacedRoles, directory: RunDirectory, configs: RoleConf
 
 
 def make_transfer(
-    sync: SyncConfig, launcher_name: str, launcher: Launcher, room: int, write: Write
+    sync: SyncConfig,
+    execute: ExecuteConfig,
+    trainer_pool: str,
+    launcher: Launcher,
+    room: int,
+    source: WeightSource,
 ) -> TransferRole:
-    """Return the weight transfer of a run: a directory shared by all roles with `room` bytes, or relays."""
+    """Return the weight transfer of a run: direct, a directory shared by all roles with `room` bytes, or relays."""
+    from streamrl.executor.transfer.direct_transfer import DirectTransfer
     from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
     from streamrl.executor.transfer.transfer import Transfer
 
-    if not uses_relays(launcher_name, sync.mode):
-        return Transfer(write, room)
-    return RelayedTransfer(write, sync, launcher.relay, launcher.trainer_place)
+    match sync.wire:
+        case "cuda-ipc":
+            return DirectTransfer(source, "cuda-ipc", execute.patience)
+        case "broadcast":
+            on_cpu = launcher.device(trainer_pool) == "cpu"
+            return DirectTransfer(source, "gloo" if on_cpu else "nccl", execute.patience)
+        case _:
+            if not uses_relays(execute.launcher, sync):
+                return Transfer(source.push, room)
+            return RelayedTransfer(source.push, sync, launcher.relay, launcher.trainer_place)
 
 
 @contextlib.contextmanager

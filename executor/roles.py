@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "aborted"]
 ParcelKind = Literal["full", "delta", "lora"]
+Channel = Literal["gloo", "nccl", "cuda-ipc"]
+"""How the bytes of a broadcast travel: between CPUs, between GPUs, or within one GPU."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +122,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     buckets: list[Bucket]
     origin: str = ""
     """Checksum of the adapters that were merged into these weights; empty if nothing was merged."""
+    is_packed: bool = False
+    """Whether the buckets are in the trainer's memory and have no paths; `TrainerRole.send` sends them."""
 
     @property
     def checksum(self) -> str:
@@ -154,12 +158,15 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BroadcastRank(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank of a relay in a broadcast group; rank 0 sends and the others receive."""
+    """The rank of a process in a broadcast group; rank 0 sends and the others receive."""
 
     address: str
     """Host and port of the group's rendezvous."""
     rank: int
     size: int
+    channel: Channel = "gloo"
+    patience: float = 60.0
+    """Timeout in seconds to join the group, and for one block, which takes about a second on a slow link."""
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +241,13 @@ class ReplicaRole(Protocol):
         Raises `RoleLostError` if the replica cannot be used any more.
         """
 
+    async def receive(self, manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+        """Receive packed buckets from the trainer and verify them; a later `load` or `start` uses them.
+
+        Join the group of `seat` first if it is another one than before. Forget received versions other than `kept`.
+        Generation goes on meanwhile. Raises an error if a member of the group is gone, or a checksum differs.
+        """
+
     async def cache(self) -> CacheState | None:
         """Return the current state of the KV cache, or None if the engine does not report it."""
 
@@ -270,6 +284,18 @@ class TrainerRole(Protocol):
 
     async def push(self, version: int, directory: str) -> Manifest:
         """Write the weights to `directory`; raise an error if `version` is not the current one."""
+
+    async def pack(self, version: int, kept: list[int]) -> Manifest:
+        """Pack the weights in memory, and forget packed versions other than `kept`; else like `push`."""
+
+    async def listen(self) -> str:
+        """Open the rendezvous of the group to which packed versions will be sent, and return its address."""
+
+    async def send(self, version: int, seat: BroadcastRank) -> None:
+        """Send a packed version to the group of `seat`; join it first if it is another one than before.
+
+        Raises an error if a member of the group is gone.
+        """
 
     async def save(self, path: str) -> None:
         """Write a checkpoint of the last step; it is complete or absent."""
@@ -345,6 +371,37 @@ Write = Callable[[int, Path], Awaitable[Manifest]]
 """Writes the weights of a version to a directory: a trainer's `push`."""
 
 
+class WeightSource(Protocol):
+    """The controller's side of the primary trainer; see `TrainerRole`."""
+
+    @property
+    def worker(self) -> object:
+        """The handle of its worker; another object after a restart."""
+
+    async def push(self, version: int, directory: Path) -> Manifest:
+        """Write the weights to a directory."""
+
+    async def pack(self, version: int, kept: list[int]) -> Manifest:
+        """Pack the weights in memory."""
+
+    async def listen(self) -> str:
+        """Open a rendezvous, and return its address."""
+
+    async def send(self, version: int, seat: BroadcastRank) -> None:
+        """Send a packed version to a group."""
+
+
+class WeightTarget(Protocol):
+    """The controller's side of a replica; see `ReplicaRole`."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has started."""
+
+    async def receive(self, manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+        """Receive a packed version from a group."""
+
+
 class RelayRole(Protocol):
     """Stores weight versions on one machine, and exchanges them with other relays."""
 
@@ -396,8 +453,8 @@ class RelayRole(Protocol):
 class TransferRole(Protocol):
     """Brings pushed weights to places from which replicas load them, and keeps the newest version."""
 
-    def join(self, replica: int, place: str) -> None:
-        """Record the place from which a replica loads weights."""
+    def join(self, replica: int, place: str, target: WeightTarget | None = None) -> None:
+        """Record the place from which a replica loads weights, and the replica for transfers that send to it."""
 
     def leave(self, replica: int) -> None:
         """Record that a replica is gone."""

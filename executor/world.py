@@ -84,7 +84,7 @@ from streamrl.executor.roles import (
     TransferRole,
     UnreachedError,
     VerifierRole,
-    Write,
+    WeightSource,
     reason_of,
 )
 from streamrl.executor.rollout.replica import Replica
@@ -116,7 +116,7 @@ class RealWorld(World[Trace]):
         launcher: Launcher,
         buffer: RolloutBuffer,
         verifier: VerifierRole,
-        make_transfer: Callable[[Write], TransferRole],
+        make_transfer: Callable[[WeightSource], TransferRole],
         directory: RunDirectory,
         records: SecondaryRecords,
         resume_from: Checkpoint | None = None,
@@ -155,7 +155,7 @@ class RealWorld(World[Trace]):
             self._see_lost_trainer,
             lambda: self.now,
         )
-        self._transfer = make_transfer(self._trainers.leader.push)
+        self._transfer = make_transfer(self._trainers.leader)
         self._attempts = Attempts(trace.run.policies.max_attempts, trace.run.execute.patience)
         self._stream = GroupStream(
             directory.path, trace.run.algorithm.group_size, trace.run.execute, buffer
@@ -505,11 +505,12 @@ class RealWorld(World[Trace]):
             await self._lent_gpus.lend(command.replica)
         model = self._initial_model()
         handle = await self._launcher.replica(command.replica, command.kind, model)
-        self._transfer.join(command.replica, self._launcher.place_of(command.replica))
         handle = self._faults.expose(command.replica, handle)
         tells_pressure = self._run.policies.follows_pressure
         replica = Replica(handle, self._buffer, tells_pressure=tells_pressure)
         self._replicas[command.replica] = replica
+        place = self._launcher.place_of(command.replica)
+        self._transfer.join(command.replica, place, replica)
         manifest = await self._transfer.fetch(command.version, command.replica)
         started = await replica.start(command, manifest)
         if is_lent:

@@ -19,14 +19,18 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 IDLE = "ping"
 """No command: the fault occurs while the role has no call."""
 METHODS: dict[Role, tuple[str, ...]] = {
-    "replica": ("start", "generate", "abort", "load", "cache", "sleep", "wake", IDLE),
-    "trainer": ("start", "score", "train", "step", "push", "save", "sleep", "wake", IDLE),
+    "replica": ("start", "generate", "abort", "load", "receive", "cache", "sleep", "wake", IDLE),
+    "trainer": (
+        *("start", "score", "train", "step", "push", "pack", "listen", "send", "save", "sleep"),
+        *("wake", IDLE),
+    ),
 }
 """Every command of a role that the controller waits for."""
 NEEDS: dict[str, dict[str, Any]] = {
     "abort": {"policies.system": "fully-async", "policies.weight_sync": "abort-and-resume"},
     "cache": {"policies.concurrency": "kv-pressure"},
     "score": {"algorithm.kl_coefficient": 0.1},
+    **{each: {"sync.wire": "broadcast"} for each in ("receive", "pack", "listen", "send")},
     "sleep": {"policies.system": "colocated"},
     "wake": {"policies.system": "colocated"},
 }
@@ -34,7 +38,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 LOSSES: dict[Role, type[Event]] = {"replica": ReplicaLost, "trainer": TrainerLost}
 SLOW_TIME = 1.0
 LOOK_TIME = 0.02
-CALLS: dict[str, int] = {"start": 1, "cache": 1, "abort": 1, "generate": 7, IDLE: 3}
+CALLS: dict[str, int] = {"start": 1, "cache": 1, "abort": 1, "listen": 1, "generate": 7, IDLE: 3}
 """Number of the call that is hit; the second one of other methods."""
 AT_START = ("start", "cache")
 """Commands of a replica that has not come up yet: their failure is that of its start."""
@@ -56,9 +60,11 @@ class Case(NamedTuple):
     def is_lost(self) -> bool:
         """Return whether the role is lost and must be replaced.
 
-        A rollout whose abort gets stuck ends by itself.
+        A rollout whose abort gets stuck ends by itself. Weights that a replica does not receive are sent again.
         """
-        return self.fault != "slow" and (self.method, self.fault) != ("abort", "stuck")
+        return self.fault != "slow" and (
+            self.fault != "stuck" or self.method not in ("abort", "receive")
+        )
 
 
 CASES = [

@@ -21,8 +21,17 @@ from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
 from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.record import RunDirectory
-from streamrl.executor.roles import Manifest, Scoring, TransferRole, VerifierRole, Write
+from streamrl.executor.roles import (
+    Manifest,
+    Scoring,
+    TransferRole,
+    VerifierRole,
+    WeightSource,
+    WeightTarget,
+    Write,
+)
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
+from streamrl.executor.transfer.direct_transfer import DirectTransfer
 from streamrl.executor.world import RealWorld
 from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.config import Run
@@ -84,7 +93,7 @@ class ScriptedTransfer(TransferRole):
         self._pushed: set[int] = set()
         self._is_prepared = False
 
-    def join(self, replica: int, place: str) -> None:
+    def join(self, replica: int, place: str, target: WeightTarget | None = None) -> None:
         pass
 
     def leave(self, replica: int) -> None:
@@ -217,13 +226,17 @@ def make_world(
             directory.write_evaluated,
             directory.write_evaluation,
         )
+
+    def direct(source: WeightSource) -> TransferRole:
+        return DirectTransfer(source, "gloo", run.execute.patience)
+
     return RealWorld(
         Trace(run, "real", {}, directory.trace_file, leg=directory.leg),
         CheckedEngine(build_state(run), build_policies(run)),
         launcher,  # type: ignore[arg-type]
         buffer,
         verifier,
-        make_transfer,
+        direct if run.sync.is_direct else lambda source: make_transfer(source.push),
         directory,
         records,
         checkpoint,

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.executor.roles import (
+    BroadcastRank,
     CacheState,
     Completion,
     Exchange,
@@ -80,6 +81,14 @@ class ScriptedReplica(ReplicaWorker):
         return await super().generate(
             msgspec.structs.replace(request, prompt=encode_ids([request.rollout % 2**31]))
         )
+
+    async def receive(self, manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+        await asyncio.sleep(0)
+
+    async def _verified(self, manifest: Manifest) -> tuple[Manifest, str]:
+        if manifest.is_packed:
+            return manifest, manifest.checksum
+        return await super()._verified(manifest)
 
     async def break_engine(self) -> None:
         """End the engine, as a crash does, while this process lives."""
@@ -265,6 +274,15 @@ class ScriptedTrainer(TrainerRole):
             if version != self._version:
                 raise ValueError(f"push must write version {self._version}, got {version}")
             return Manifest(version=version, buckets=[])
+
+    async def pack(self, version: int, kept: list[int]) -> Manifest:
+        return msgspec.structs.replace(await self.push(version, ""), is_packed=True)
+
+    async def listen(self) -> str:
+        return f"group of {id(self)}"
+
+    async def send(self, version: int, seat: BroadcastRank) -> None:
+        await asyncio.sleep(self._random.random() * self._config.slowest)
 
     async def save(self, path: str) -> None:
         async with self._turn:

@@ -59,6 +59,8 @@ deterministic = true
 checkpoint_every = 2
 """
 TORCH_ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
+BROADCAST = "sync.wire=broadcast"
+"""Weights go from process to process instead of through shared memory."""
 IN_PROCESS = ("--set", "execute.launcher=in-process")
 
 
@@ -93,7 +95,8 @@ def die_in_third_step(project: Path, name: str) -> Path:
             raise DeathError
 
     with pytest.raises(DeathError):
-        execute_for_real(load_run(project / "run.toml", (f"execute.output={output}",)), watch=watch)
+        run = load_run(project / "run.toml", (f"execute.output={output}", BROADCAST))
+        execute_for_real(run, watch=watch)
     return output
 
 
@@ -120,7 +123,7 @@ def straight(project: Path) -> dict[str, Any]:
 
 def test_two_runs_make_the_same_tokens_and_weights(project: Path, straight: dict[str, Any]) -> None:
     others = ("--set", "rollout.replicas=1", "--set", "trainer.micro_batch=5")
-    others = (*others, "--set", "policies.system=disaggregated")
+    others = (*others, "--set", "policies.system=disaggregated", "--set", BROADCAST)
     again = what_it_made(execute(project, "again", *IN_PROCESS, *others))
     assert len(straight["rollouts"]) == 5 * 32 and len(straight["steps"]) == 5
     assert sum(step["grad_norm"] > 0 for step in straight["steps"]) >= 3
@@ -134,7 +137,7 @@ def test_a_run_that_died_and_was_resumed_makes_what_a_straight_one_makes(
     project: Path, straight: dict[str, Any]
 ) -> None:
     output = die_in_third_step(project, "died")
-    execute(project, "died", *IN_PROCESS, "--resume")
+    execute(project, "died", *IN_PROCESS, "--set", BROADCAST, "--resume")
     assert what_it_made(output) == straight
     balance = ledger_of_run(read_trace(output / "trace.jsonl"), output)
     assert balance.is_balanced and balance.legs == 2 and balance.trainers[0].trained == 5 * 32

@@ -27,6 +27,8 @@ from streamrl.executor.execute import execute
 from streamrl.executor.launchers.handles import Handle
 from streamrl.executor.launchers.local_launcher import LocalLauncher
 from streamrl.executor.launchers.placement import PlacedRoles
+from streamrl.executor.launchers.role_configs import RoleConfigs
+from streamrl.executor.record import RunDirectory
 from streamrl.record.metrics import measure
 from streamrl.runfile.files import load_run
 from tests.fault_matrix import AT_START, CASES, FAULTS, LOSSES, NEEDS, Case, Role, Strike
@@ -49,7 +51,7 @@ TRAINERS = {
 }
 NEEDED = {"vllm": "vllm", "deepspeed": "deepspeed"}
 """Modules without which a back end is left out."""
-LONG = {"abort": ("rollout.max_tokens=300",)}
+LONG = {"abort": ("rollout.max_tokens=300", "rollout.max_running=2")}
 """Settings with which rollouts still run when the command is sent."""
 SOUND, UNREACHED = "sound", "not reached"
 
@@ -162,8 +164,8 @@ def exposing(strike: Strike) -> Iterator[None]:
         async def trainer(self, number: int) -> Handle:
             return strike.expose("trainer", await super().trainer(number))
 
-    def make(run: object, directory: object, configs: object) -> LocalLauncher:
-        return Exposing(configs, PlacedRoles.of(run), directory)  # type: ignore[arg-type]
+    def make(roles: PlacedRoles, directory: RunDirectory, configs: RoleConfigs) -> LocalLauncher:
+        return Exposing(configs, roles, directory)
 
     with patch("streamrl.executor.execute.make_launcher", make):
         yield

@@ -18,7 +18,14 @@ from streamrl.engine.messages import (
 )
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
-from streamrl.executor.roles import Completion, Manifest, ReplicaRole, Request, reason_of
+from streamrl.executor.roles import (
+    BroadcastRank,
+    Completion,
+    Manifest,
+    ReplicaRole,
+    Request,
+    reason_of,
+)
 from streamrl.executor.tokens import count_tokens, is_whole
 
 
@@ -68,10 +75,13 @@ class Replica:
         self._num_generating = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self.is_up = False
+        """Whether the worker has loaded its model."""
 
     async def start(self, command: StartReplica, manifest: Manifest | None) -> ReplicaStarted:
         """Load the model and the manifest's weights, if any, and begin to serve."""
         checksum = await self._worker.start(manifest, command.version)
+        self.is_up = True
         cache = await self._worker.cache() if self._tells_pressure else None
         tokens = None if cache is None else cache.tokens
         return ReplicaStarted(command.replica, command.version, checksum, tokens)
@@ -185,6 +195,10 @@ class Replica:
             reason = f"did not sleep: {reason_of(error)}"
             self.kill(reason)
             raise WorkerLostError(f"the replica {reason}") from None
+
+    async def receive(self, manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+        """Receive packed weights from the trainer, for a later `load` or `start`."""
+        await self._worker.receive(manifest, seat, kept)
 
     async def sleep(self) -> None:
         """Free the devices' memory until `wake`."""

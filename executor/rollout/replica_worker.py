@@ -16,13 +16,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from streamrl.executor.prompts import load_tokenizer
 from streamrl.executor.roles import (
+    BroadcastRank,
     CacheState,
     Completion,
     FinishReason,
@@ -58,6 +59,9 @@ from streamrl.executor.tokens import (
     read_blocks,
 )
 from streamrl.executor.transfer.bucket_check import verify_buckets
+
+if TYPE_CHECKING:
+    from streamrl.executor.transfer.packed_weights import WeightReceiver
 
 
 @dataclass(eq=False)
@@ -133,13 +137,17 @@ class ReplicaWorker(ReplicaRole):
         self._idle = asyncio.Event()
         self._loading = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
+        self._receiver: WeightReceiver | None = None
+        """Has the weights that the trainer sent; None until it sends any."""
 
     async def start(self, manifest: Manifest | None, version: int) -> str:
         """Load the model and the manifest's weights, if given, and serve them as `version`.
 
         Return the checksum that was computed from these weights; without a manifest an empty string.
         """
-        checksum = "" if manifest is None else await asyncio.to_thread(verify_buckets, manifest)
+        checksum = ""
+        if manifest is not None:
+            manifest, checksum = await self._verified(manifest)
         if self.config.tokenizer is not None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.tokenizer)
         if self.config.stop:
@@ -207,7 +215,7 @@ class ReplicaWorker(ReplicaRole):
     async def _load(self, manifest: Manifest, drain: bool) -> Loaded:
         began_at = time.perf_counter()
         with self._losing("cannot read weights", ValueError, OSError):
-            checksum = await asyncio.to_thread(verify_buckets, manifest)
+            manifest, checksum = await self._verified(manifest)
             copy = await self._engine.read_weights(manifest)
         if drain:
             await self._idle_now()
@@ -216,6 +224,28 @@ class ReplicaWorker(ReplicaRole):
         with self._losing("cannot load weights"):
             await self._swap(copy, manifest.version)
         return Loaded(time.perf_counter() - still_at, checksum)
+
+    async def receive(self, manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+        """Receive packed buckets into files in shared memory, and verify them; generation goes on meanwhile.
+
+        Raises:
+            RuntimeError: a member of the group is gone.
+            ValueError: a bucket differs from the one that was packed.
+        """
+        if self._receiver is None:
+            from streamrl.executor.transfer.packed_weights import WeightReceiver  # imports torch
+
+            self._receiver = WeightReceiver(self.config.device)
+        await asyncio.to_thread(self._receiver.receive, manifest, seat, kept)
+
+    async def _verified(self, manifest: Manifest) -> tuple[Manifest, str]:
+        """Return a manifest of verified files on this machine, and their checksum."""
+        if not manifest.is_packed:
+            return manifest, await asyncio.to_thread(verify_buckets, manifest)
+        if self._receiver is None:
+            raise ValueError(f"version {manifest.version} was never received")
+        files = self._receiver.files_of(manifest)  # they were verified when they arrived
+        return files, files.checksum
 
     @contextmanager
     def _losing(self, what: str, *harmless: type[Exception]) -> Iterator[None]:
@@ -258,6 +288,8 @@ class ReplicaWorker(ReplicaRole):
         self._is_stopped = True
         if self._saving is not None:
             self._saving.cancel()
+        if self._receiver is not None:
+            self._receiver.close()
         await self._engine.stop()
         self._admit()  # queued requests get the same error
 

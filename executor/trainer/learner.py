@@ -41,30 +41,17 @@ from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.sequences import NOTHING, TokenSequence, read_samples
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from streamrl.executor.trainer.training_backend import TrainingBackend, weights_in_place
+from streamrl.executor.transfer.packed_weights import separate_cuda_stream
 from streamrl.executor.transfer.shared_memory import (
+    NamedTensors,
     cast_tensors,
     partial_of,
     replaced_directory,
-    write_buckets,
 )
 from streamrl.runfile.algorithms import algorithm_named
 
-
-@contextlib.contextmanager
-def separate_cuda_stream(device: torch.device) -> Iterator[None]:
-    """Run the calling thread's GPU work after the work queued so far, and independently of later work.
-
-    Otherwise threads share one stream, and each copy to the host waits for all passes queued before it.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
+WriteWeights = Callable[[NamedTensors, int], Manifest]
+"""Writes the weights of a version, and returns their manifest."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Endings of files that are not copied from the model directory to checkpoints; tokenizer files are copied."""
 
@@ -269,7 +256,7 @@ class Learner:
         for first in range(0, len(in_order), size):
             yield in_order[first : first + size]
 
-    def push(self, version: int, directory: Path) -> Manifest:
+    def push(self, version: int, write: WriteWeights) -> Manifest:
         """Write the weights in the dtype of rollouts; all ranks must call this, and the first one writes."""
         if version != self.version:
             raise ValueError(f"push must write the current version {self.version}, got {version}")
@@ -282,7 +269,7 @@ class Learner:
                 return Manifest(version=version, buckets=[])
             cast = adapters_of if self.config.adapter_rank is not None else cast_tensors
             with separate_cuda_stream(torch.device(self.config.device)):
-                return write_buckets(cast(weights, dtype), directory, version)
+                return write(cast(weights, dtype), version)
 
     def _weights(self, dtype: torch.dtype | None = None) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the weights that are pushed, under the model's names."""

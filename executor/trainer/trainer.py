@@ -24,7 +24,7 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.checkpoints import Checkpoint, Position, TrainerRecord
 from streamrl.executor.launchers.handles import Handle, remote
-from streamrl.executor.roles import Manifest, TrainerRole
+from streamrl.executor.roles import BroadcastRank, Manifest, TrainerRole
 from streamrl.executor.trainer.advantages import AdvantageEstimator
 from streamrl.executor.trainer.step_record import step_figures, step_samples
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -200,6 +200,23 @@ class Trainer:
     async def push(self, version: int, directory: Path) -> Manifest:
         """Write the weights to a directory that replicas read, and return their manifest."""
         return await self._worker.push(version, str(directory))
+
+    async def pack(self, version: int, kept: list[int]) -> Manifest:
+        """Pack the weights in the memory of the worker, and return their manifest."""
+        return await self._worker.pack(version, kept)
+
+    async def listen(self) -> str:
+        """Open the rendezvous of a group in the worker, and return its address."""
+        return await self._worker.listen()
+
+    async def send(self, version: int, seat: BroadcastRank) -> None:
+        """Send a packed version to a group."""
+        await self._worker.send(version, seat)
+
+    @property
+    def worker(self) -> Handle | None:
+        """The handle of the worker; another one after each start."""
+        return self._handle
 
     async def sleep(self) -> None:
         """Free the device's memory until `wake`, if a worker has started."""

@@ -22,9 +22,11 @@ from typing import TypeVar
 
 import torch
 
-from streamrl.executor.roles import Manifest, Sample, TrainerRole
-from streamrl.executor.trainer.learner import Learner, load_learner
+from streamrl.executor.roles import BroadcastRank, Manifest, Sample, TrainerRole
+from streamrl.executor.trainer.learner import Learner, WriteWeights, load_learner
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
+from streamrl.executor.transfer.packed_weights import WeightSender
+from streamrl.executor.transfer.shared_memory import NamedTensors, write_buckets
 
 R = TypeVar("R")
 
@@ -42,6 +44,7 @@ class TrainerWorker(TrainerRole):
         self._step_over.set()
         self._push_over.set()
         self._learner: Learner | None = None
+        self._sender = WeightSender(config.device)
 
     async def start(self, checkpoint: str | None, version: int | None = None) -> int:
         """Load the initial weights (version 0) or a checkpoint; return the version, or `version` if it is given."""
@@ -86,14 +89,48 @@ class TrainerWorker(TrainerRole):
 
         Raises `ValueError` if `version` is not the current one. A repeated push writes the same bytes.
         """
+
+        def write(weights: NamedTensors, version: int) -> Manifest:
+            return write_buckets(weights, Path(directory), version)
+
+        return await self._push(version, write)
+
+    async def pack(self, version: int, kept: list[int]) -> Manifest:
+        """Pack the weights in host memory, for `send`; else like `push`. Forget packed versions other than `kept`."""
+
+        def write(weights: NamedTensors, version: int) -> Manifest:
+            return self._sender.pack(weights, version, kept)
+
+        return await self._push(version, write)
+
+    async def _push(self, version: int, write: WriteWeights) -> Manifest:
         learner = self._check_started()
         before, self._push_over = self._step_over, Event()
 
         def push(learner: Learner) -> Manifest:
-            return learner.push(version, Path(directory))
+            return learner.push(version, write)
 
         thread = None if learner.backend.in_step else self._pusher
         return await self._run(in_turn(before, push, self._push_over), thread)
+
+    async def listen(self) -> str:
+        """Open the rendezvous of the next group on the first rank, and return its address.
+
+        It runs after `send`, because a group that is being joined closes the sockets that are opened meanwhile.
+        """
+        if not self._check_started().ranks.is_first:
+            return ""
+        return await self._run(lambda _: self._sender.listen(), self._pusher)
+
+    async def send(self, version: int, seat: BroadcastRank) -> None:
+        """Send a packed version from the first rank; passes go on meanwhile.
+
+        Raises:
+            RuntimeError: a member of the group is gone.
+            ValueError: the version is not packed here.
+        """
+        if self._check_started().ranks.is_first:
+            await self._run(lambda _: self._sender.send(version, seat), self._pusher)
 
     async def save(self, path: str) -> None:
         """Write a checkpoint of the last step to `path`, and replace an older one there.

@@ -7,7 +7,8 @@ Read these files first:
 - `shared_memory.py`: write and read a weight version as safetensors buckets with checksums.
 - `relay.py`: `RelayWorker`, the process of a relay.
 - `delta.py`: encode the changes between two versions. `adapters.py`: LoRA adapters, and merging them into weights.
-- `broadcast.py`: send one version to several relays at once over gloo.
+- `broadcast.py`: send bytes to several processes at once over gloo, NCCL or CUDA IPC (`shared_gpu.py`).
+- `direct_transfer.py`: `DirectTransfer`, from the trainer's process to those of replicas. `packed_weights.py`: the buckets.
 - `bucket_check.py`, `shared_directory.py`: verify checksums; own a directory in shared memory.
 
 The main object is the `Manifest` of a version: its number, and the path, size and checksum of each bucket.

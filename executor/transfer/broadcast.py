@@ -1,34 +1,36 @@
-"""Broadcast weights from one relay to several others over gloo.
+"""Broadcast weights over gloo, NCCL or CUDA IPC: from one relay to several others, or from the trainer to replicas.
 
-A broadcast uses two groups. In the first one the trainer's relay sends to one other relay. In the second one that relay
+A broadcast between relays uses two groups. In the first one the trainer's relay sends to one other relay. In the second one that relay
 sends to all the rest. So the weights leave the trainer's machine only once. The bytes do not pass through the
 controller, which only tells the relays to join and to send.
 
-If a member dies, the current broadcast fails for all members: at once for its neighbours, and after `PATIENCE` for the
-others. Groups are also made anew when a relay joins or leaves.
+If a member dies, the current broadcast fails for all members: at once for its neighbours, and after the patience of the
+group for the others. Groups are also made anew when a relay joins or leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 from streamrl.executor.libc import closed_afterwards, refuse_connections
 from streamrl.executor.roles import BroadcastRank, Parcel, RelayRole
+from streamrl.executor.transfer.shared_gpu import IpcGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with which a launcher names the network to use; default: the loopback interface."""
+INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables with which a launcher names the network to use; default: the loopback interface."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Environment variable that is read when a group is made: `wait` blocks, and raises after the group's timeout."""
 BLOCK_BYTES = 8 * 2**20
-PATIENCE = 60.0
-"""Timeout in seconds for one block, which takes about a second on a slow link."""
 
 
 class Rendezvous:
@@ -48,38 +50,94 @@ class Rendezvous:
         """Return the socket's descriptor; the caller owns it from now on."""
         return self._listener.detach()
 
+    def close(self) -> None:
+        """Close the socket, if no group is made."""
+        self._listener.close()
+
 
 class BroadcastGroup:
     """One member's connection to a broadcast group; the constructor waits for the other members."""
 
-    def __init__(
-        self, seat: BroadcastRank, rendezvous: Rendezvous | None = None, patience: float = PATIENCE
-    ):
+    def __init__(self, seat: BroadcastRank, rendezvous: Rendezvous | None = None) -> None:
         """Join a group; rank 0 passes the rendezvous that it opened.
 
         Raises:
-            RuntimeError: the other members do not join within `patience` seconds.
+            RuntimeError: the other members do not join within the seat's patience.
         """
         os.environ.setdefault(INTERFACE, "lo")
+        os.environ.setdefault(NCCL_INTERFACE, os.environ[INTERFACE])
         import torch
 
         dist: Any = torch.distributed  # its C++ names have no types
+        self._channel = seat.channel
         host, _, port = seat.address.rpartition(":")
-        limit = timedelta(seconds=patience)
+        limit = timedelta(seconds=seat.patience)
         own: dict[str, Any] = {}
         if rendezvous is not None:
             own["master_listen_fd"] = rendezvous.hand_over()
         self._store = dist.TCPStore(
             host, int(port), seat.size, rendezvous is not None, limit, wait_for_workers=False, **own
         )
-        with closed_afterwards():
-            self._group = dist.ProcessGroupGloo(self._store, seat.rank, seat.size, limit)
-        for descriptor in own.values():
+        with closed_afterwards(keep_port=int(port)):
+            self._group = _connect(self._store, seat)
+            _meet(self._store, seat)
+        for descriptor in own.values() if seat.channel != "nccl" else ():  # NCCL connects again
             refuse_connections(descriptor)
 
     def begin(self, block: Tensor) -> Any:
         """Begin to send a block, or to receive one; `wait()` of the result raises if that fails."""
         return self._group.broadcast(block, 0)
+
+    def broadcast(self, data: Tensor) -> None:
+        """Send bytes, or receive them.
+
+        Raises:
+            ConnectionError: a member of the group has died, or took longer than the group's patience.
+        """
+        size = BLOCK_BYTES if self._channel == "gloo" else max(1, data.numel())
+        blocks = (data[first : first + size] for first in range(0, data.numel(), size))
+        for _ in forward_blocks(blocks, None, self):
+            pass
+
+    def close(self) -> None:
+        """Leave the group; waits of other threads for it end."""
+        with contextlib.suppress(RuntimeError):  # the connection is gone already
+            self._group.abort()
+
+
+def _meet(store: Any, seat: BroadcastRank) -> None:
+    """Wait until every member has connected to the store; its timeout bounds the wait."""
+    if store.add("joined", 1) == seat.size:
+        store.set("all", b"")
+    store.get("all")
+
+
+def _connect(store: Any, seat: BroadcastRank) -> Any:
+    """Return this member's side of a group; every wait ends after the seat's patience."""
+    import torch
+
+    dist: Any = torch.distributed
+    limit = timedelta(seconds=seat.patience)
+    match seat.channel:
+        case "gloo":
+            return dist.ProcessGroupGloo(store, seat.rank, seat.size, limit)
+        case "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            # Otherwise NCCL's own watchdog aborts the whole process when a member is lost.
+            before = os.environ.get(BLOCKING_WAIT)
+            os.environ[BLOCKING_WAIT] = "1"
+            try:
+                return dist.ProcessGroupNCCL(store, seat.rank, seat.size, options)
+            finally:
+                if before is None:
+                    del os.environ[BLOCKING_WAIT]
+                else:
+                    os.environ[BLOCKING_WAIT] = before
+        case "cuda-ipc":
+            return IpcGroup(store, seat.rank, seat.size)
+        case _:
+            assert_never(seat.channel)
 
 
 def forward_blocks(

@@ -26,6 +26,7 @@ from streamrl.executor.roles import (
     RelayRole,
     TransferRole,
     UnreachedError,
+    WeightTarget,
     Write,
 )
 from streamrl.executor.transfer.broadcast import BroadcastPeer, FanOut
@@ -106,7 +107,7 @@ class RelayedTransfer(TransferRole):
         self._starting = asyncio.Lock()
         self._fan_out = FanOut()
 
-    def join(self, replica: int, place: str) -> None:
+    def join(self, replica: int, place: str, target: WeightTarget | None = None) -> None:
         """Record where a replica loads weights."""
         self._place_of[replica] = place
 

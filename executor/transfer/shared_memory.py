@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from streamrl.executor.roles import Bucket, Manifest
 from streamrl.executor.transfer.bucket_check import run_concurrently
 from streamrl.executor.transfer.shared_directory import version_directory
 
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""Tensors with their names."""
 BUCKET_BYTES = 256 * 2**20
 """Maximum bytes of a bucket: large compared with the cost of opening a file, small enough to stage."""
 
@@ -66,7 +68,7 @@ def write_version(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Manifest:
     """Write one weight version to a directory; see `write_buckets`."""
-    contents = enumerate(_fill_buckets(tensors, bucket_bytes))
+    contents = enumerate(fill_buckets(tensors, bucket_bytes, _standalone))
 
     def write(numbered: tuple[int, Contents]) -> Bucket:
         index, own = numbered
@@ -168,9 +170,12 @@ Contents = tuple[dict[str, torch.Tensor], dict[str, str]]
 """Tensors of one bucket by name, and other names of tensors in this or an earlier bucket."""
 
 
-def _fill_buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+def fill_buckets(
+    tensors: NamedTensors,
+    bucket_bytes: int,
+    stored: Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
 ) -> Iterator[Contents]:
+    """Yield the contents of each bucket; `stored` returns how a tensor is kept beside those of its bucket."""
     owners = _Owners()
     contents: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -183,7 +188,7 @@ def _fill_buckets(
         if contents and filled + tensor.nbytes > bucket_bytes:
             yield contents, aliases
             contents, aliases, filled = {}, {}, 0
-        contents[name] = _standalone(tensor, contents)
+        contents[name] = stored(tensor, contents)
         filled += tensor.nbytes
     if contents:
         yield contents, aliases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
-from streamrl.executor.roles import Manifest, TransferRole, Write
+from streamrl.executor.roles import Manifest, TransferRole, WeightTarget, Write
 from streamrl.executor.transfer.shared_directory import SharedDirectory, remove_version
 
 
@@ -60,7 +60,7 @@ class Transfer(TransferRole):
         """Manifests by version; the initial version has none, because it was never pushed."""
         self._wanted = RetainedVersions()
 
-    def join(self, replica: int, place: str) -> None:
+    def join(self, replica: int, place: str, target: WeightTarget | None = None) -> None:
         """Do nothing: all replicas load from the same directory."""
 
     def leave(self, replica: int) -> None:

@@ -249,6 +249,8 @@ def _extrapolations(profile: MeasuredProfile, resolved: ResolvedRun) -> list[str
         notes.append(f"replicas measured with adapters {how}, here they are not")
     if profile.lora_rank is not None and run.algorithm.has_reference:
         notes.append("passes of the reference measured with adapters, which it has not")
+    if run.sync.is_direct:
+        notes.append("pushes measured through shared memory, not from process to process")
     if profile.pace is None:
         notes.append(
             "as if every second were one of its usual pace, as slower spells were not measured"

@@ -219,10 +219,12 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     rates up to 3e-6 (PULSE, arXiv 2602.03839), 2.1 to 2.6 % for a dense 72B
     (github.com/verl-project/verl issue 7060).
     """
-    wire: Literal["chunks", "gloo"] = "chunks"
-    """Executed, where relays carry the weights. chunks: pieces go from relay to relay through the
-    controller process. gloo: the trainer's relay broadcasts to one remote relay, and that one to
-    all others, over torch's gloo.
+    wire: Literal["chunks", "gloo", "broadcast", "cuda-ipc"] = "chunks"
+    """Executed. chunks: files in shared memory; to other machines, pieces go from relay to relay
+    through the controller process. gloo: the trainer's relay broadcasts to one remote relay, and
+    that one to all others, over torch's gloo. broadcast: the trainer's process sends to all
+    replicas at once, over NCCL between GPUs and over gloo between CPUs. cuda-ipc: the same within
+    one GPU that trainer and replica share.
     """
     quantise_at: Literal["trainer", "replica"] = "trainer"
     """Simulated: who converts weights to a narrow `rollout.dtype`. trainer: before each push, so
@@ -230,6 +232,11 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """
     anchor_every: int = 20
     """Executed, mode delta: every n-th sync sends all weights instead of a delta. 1: every sync."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the trainer's process sends to the processes of replicas, without files or relays."""
+        return self.wire in ("broadcast", "cuda-ipc")
 
     @property
     def adapter_rank(self) -> int | None:

@@ -57,7 +57,7 @@ def check_back_ends(run: Run) -> None:
     check_reach(run.policies, run.followers)
     rollout, kinds, execute, sync = run.rollout, run.rollout.kinds, run.execute, run.sync
     pools, policies, model = run.cluster.pools, run.policies, run.model
-    has_relays = uses_relays(execute.launcher, sync.mode)
+    has_relays = uses_relays(execute.launcher, sync)
     own_rank = sync.lora_rank if run.serves_adapters else None
     _refuse(_limits_of_scope(run.framework.name, run.verifier, run.faults, execute.launcher))
     _refuse(_limits_of_model(model))
@@ -78,6 +78,18 @@ def check_back_ends(run: Run) -> None:
             has_relays=has_relays,
             own_rank=own_rank,
             shares_gpus=policies.shares_gpus,
+        )
+    )
+    used = [own.pool for own in kinds] + [run.trainer.pool]
+    devices = {device_of(execute.device, pools[name]) for name in used}
+    _refuse(
+        _limits_of_direct_sync(
+            sync,
+            kinds,
+            run.trainer,
+            devices,
+            shares_gpus=policies.shares_gpus,
+            lends_gpus=run.lending is not None,
         )
     )
     _refuse(_limits_of_formats(model, rollout, run.trainer.backend, run.framework.epochs))
@@ -305,7 +317,7 @@ def _limits_of_sync(
     yield Limit(
         "sync.wire",
         sync.wire,
-        sync.wire == "chunks" or has_relays,
+        sync.wire != "gloo" or has_relays,
         "'chunks' for weights in shared memory: sync.mode 'full' without launcher 'ray' has no relays",
     )
     yield Limit(
@@ -472,9 +484,62 @@ def _limits_of_servers(
     )
 
 
-def uses_relays(launcher: str, mode: SyncMode) -> bool:
+def uses_relays(launcher: str, sync: SyncConfig) -> bool:
     """Return whether weights go through relays: to other machines, or encoded as deltas or adapters."""
-    return mode != "full" or launcher == "ray"
+    return not sync.is_direct and (sync.mode != "full" or launcher == "ray")
+
+
+def _limits_of_direct_sync(
+    sync: SyncConfig,
+    kinds: tuple[RolloutConfig, ...],
+    trainer: TrainerConfig,
+    devices: set[str],
+    *,
+    shares_gpus: bool,
+    lends_gpus: bool,
+) -> Iterator[Limit]:
+    """Yield the limits of weights that go from process to process; `devices` are those of all roles."""
+    if not sync.is_direct:
+        return
+    of_wire = f"for sync.wire {sync.wire!r}"
+    yield Limit(
+        "sync.mode", sync.mode, sync.mode == "full", f"'full' {of_wire}, which sends whole weights"
+    )
+    others = [own.backend for own in kinds if engine_named(own.backend).runs_elsewhere]
+    yield Limit(
+        "sync.wire",
+        sync.wire,
+        not others,
+        f"'chunks' for backend {'/'.join(others)}, whose servers load files",
+    )
+    on_cpus = devices == {"cpu"}
+    if sync.wire == "cuda-ipc":
+        yield Limit(
+            "sync.wire",
+            sync.wire,
+            not on_cpus,
+            "'broadcast' or 'chunks' on CPUs, which have no CUDA IPC",
+        )
+        yield Limit(
+            "sync.wire",
+            sync.wire,
+            shares_gpus and trainer.num_gpus == 1,
+            "'broadcast' unless trainer and replicas share one GPU (policies.system 'colocated')",
+        )
+        return
+    yield Limit(
+        "sync.wire",
+        sync.wire,
+        len(devices) == 1,
+        "'chunks' if some roles run on CPUs and others on GPUs",
+    )
+    yield Limit(
+        "sync.wire",
+        sync.wire,
+        on_cpus or not (shares_gpus or lends_gpus),
+        f"{'' if lends_gpus else repr('cuda-ipc') + ' or '}'chunks' if trainer and replicas share GPUs: NCCL allows "
+        "one process a GPU",
+    )
 
 
 def _limits_of_computation(

@@ -1,0 +1,330 @@
+"""Weights that go from the trainer's process to replicas: what is packed is what is loaded, and a loss costs no version."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl.engine.messages import LoadWeights, PushWeights, StartReplica
+from streamrl.executor.launchers.handles import LocalProcess, WorkerLostError, remote
+from streamrl.executor.launchers.launcher import REPLICA, TRAINER, worker_environment
+from streamrl.executor.launchers.processes import begin_for
+from streamrl.executor.roles import BroadcastRank, Manifest, TrainerRole, UnreachedError
+from streamrl.executor.rollout.replica import Replica
+from streamrl.executor.trainer.trainer import Trainer
+from streamrl.executor.transfer import direct_transfer, packed_weights, shared_gpu
+from streamrl.executor.transfer.direct_transfer import DirectTransfer
+from streamrl.executor.transfer.packed_weights import WeightReceiver, WeightSender, data_checksum
+from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
+from streamrl.runfile.files import load_run
+from streamrl.targets.execute_limits import refusal_of
+from tests.test_deterministic import RUN_FILE
+from tests.test_transfer import make_tensors
+from tests.tiny_model import tiny_model
+
+PATIENCE = 2.0
+
+
+class Circle:
+    """A sender and receivers in threads of this process."""
+
+    def __init__(self, num_receivers: int = 2) -> None:
+        self.sender = WeightSender("cpu")
+        self.receivers = [WeightReceiver("cpu") for _ in range(num_receivers)]
+        self.address = self.sender.listen()
+
+    def seat(self, rank: int) -> BroadcastRank:
+        return BroadcastRank(
+            address=self.address, rank=rank, size=len(self.receivers) + 1, patience=PATIENCE
+        )
+
+    def send(self, manifest: Manifest, kept: list[int]) -> list[Exception]:
+        """Send a version to all receivers, and return their errors."""
+        errors: list[Exception] = []
+
+        def receive(rank: int, receiver: WeightReceiver) -> None:
+            try:
+                receiver.receive(manifest, self.seat(rank), kept)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=receive, args=pair) for pair in enumerate(self.receivers, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self.sender.send(manifest.version, self.seat(0))
+        finally:
+            for thread in threads:
+                thread.join()
+        return errors
+
+
+@pytest.fixture
+def circle() -> Iterator[Circle]:
+    made = Circle()
+    yield made
+    for receiver in made.receivers:
+        receiver.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [200, 2**20])
+def test_every_receiver_reads_what_was_packed_and_versions_reuse_files(
+    circle: Circle, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("streamrl.executor.transfer.broadcast.BLOCK_BYTES", 512)
+    tensors = make_tensors()
+    tensors["tied"] = tensors["embed"]
+    files: set[str] = set()
+    for version in range(1, 5):
+        tensors["scale"] = torch.tensor(float(version))
+        manifest = circle.sender.pack(tensors.items(), version, [version - 1], bucket_bytes)
+        assert circle.send(manifest, [version - 1]) == []
+        for receiver in circle.receivers:
+            found = receiver.files_of(manifest)
+            assert found.checksum == manifest.checksum and not found.is_packed
+            read = dict(read_buckets(found))
+            assert read.keys() == tensors.keys()
+            assert all(torch.equal(read[name], own) for name, own in tensors.items())
+            files |= {bucket.path for bucket in found.buckets}
+    written = write_buckets(tensors.items(), tmp_path, 1, bucket_bytes)
+    assert len(written.buckets) == len(manifest.buckets)
+    assert len(files) == 2 * 2 * len(manifest.buckets), "two versions in each receiver"
+    with pytest.raises(ValueError, match="version 3 was not received"):
+        circle.receivers[0].files_of(Manifest(version=3, buckets=[], is_packed=True))
+
+
+def test_a_bucket_that_arrives_damaged_is_refused(
+    circle: Circle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = circle.sender.pack(make_tensors().items(), 1, [])
+    circle.sender._packed[1][0][-1] ^= 1
+    errors = circle.send(manifest, [])
+    assert len(errors) == 2 and all("expected a bucket with" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("size", [8, 13, 4096 + 5])
+def test_a_checksum_sees_each_changed_or_moved_word_at_any_size_of_its_parts(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    whole = data_checksum(data)
+    for part in (8, 64, 2**20):
+        monkeypatch.setitem(packed_weights.SUMMED_BYTES, "cpu", part)
+        assert data_checksum(data) == whole
+    changed = data.clone()
+    changed[size // 2] ^= 128
+    assert data_checksum(changed) != whole
+    if size > 16:
+        assert data_checksum(data.roll(8)) != whole
+
+
+def test_an_error_of_one_member_ends_the_waits_of_all(circle: Circle) -> None:
+    manifest = circle.sender.pack([("a", torch.zeros(2**20))], 1, [])
+    circle.receivers[1]._files_for = lambda manifest: [Path("/nowhere/file")]  # type: ignore[method-assign]
+    began_at = time.monotonic()
+    try:
+        errors = circle.send(manifest, [])
+    except ConnectionError:
+        errors = [ConnectionError()]
+    assert errors and time.monotonic() - began_at < 3 * PATIENCE
+
+
+def test_gpu_memory_is_handed_over_by_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls, with memory of this process in place of a GPU's."""
+    blocks: dict[str, torch.Tensor] = {}
+
+    def share(block: torch.Tensor) -> shared_gpu.SharedBlock:
+        blocks["1"] = block
+        return shared_gpu.SharedBlock("gpu", block.numel(), ["1"])
+
+    def copy(shared: shared_gpu.SharedBlock, block: torch.Tensor) -> None:
+        block.copy_(blocks[shared.handle[0]])
+
+    monkeypatch.setattr(shared_gpu, "share", share)
+    monkeypatch.setattr(shared_gpu, "copy_shared", copy)
+    circle = Circle()
+    monkeypatch.setattr(
+        Circle,
+        "seat",
+        lambda self, rank: BroadcastRank(
+            address=self.address, rank=rank, size=3, channel="cuda-ipc", patience=PATIENCE
+        ),
+    )
+    for version in (1, 2):
+        manifest = circle.sender.pack(make_tensors().items(), version, [], bucket_bytes=100)
+        assert circle.send(manifest, []) == []
+        assert circle.receivers[1].files_of(manifest).checksum == manifest.checksum
+    for receiver in circle.receivers:
+        receiver.close()
+
+
+# With processes of a trainer and replicas ---------------------------------------------------------
+
+
+class Bench:
+    """A trainer and replicas in processes of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        tiny_model(32).save_pretrained(directory / "model")
+        self.handles: list[LocalProcess] = []
+        self.replicas: dict[int, Replica] = {}
+
+    async def process(self, role: str, **config: Any) -> LocalProcess:
+        handle = await LocalProcess.start(
+            role,
+            {"model": str(self.directory / "model"), "temperature": 1.0, **config},
+            self.directory / "log",
+            worker_environment(1),
+            PATIENCE,
+            begin_for("cpu", "static"),
+        )
+        self.handles.append(handle)
+        return handle
+
+    async def start(self, num_replicas: int) -> DirectTransfer:
+        handle = await self.process(TRAINER, learning_rate=1e-3, correction="token-tis")
+        trainer = Trainer.__new__(Trainer)
+        trainer._handle = handle
+        trainer._remote = remote(TrainerRole, handle)
+        await trainer._remote.start(None)
+        self.transfer = DirectTransfer(trainer, "gloo", PATIENCE)
+        for number in range(num_replicas):
+            await self.join(number)
+        return self.transfer
+
+    async def join(self, number: int) -> Replica:
+        limits = {"max_running": 1, "max_tokens": 8, "max_prompt_tokens": 8, "seed": 0}
+        handle = await self.process(REPLICA, backend="static", **limits)
+        replica = self.replicas[number] = Replica(handle, buffer=None)  # type: ignore[arg-type]
+        self.transfer.join(number, "", replica)
+        await replica.start(StartReplica(number, 0), None)
+        handle.watch(lambda _: self.transfer.leave(number))
+        return replica
+
+    async def check(self, number: int, checksum: str) -> None:
+        """Let a replica load version 0."""
+        loaded = await self.replicas[number].load(
+            LoadWeights(number, 0, drain=True), self.transfer.fetch(0, number)
+        )
+        assert loaded.checksum == checksum
+
+    def run(self, scenario: Callable[[], Any]) -> None:
+        async def go() -> None:
+            try:
+                await asyncio.wait_for(scenario(), 60)
+            finally:
+                await asyncio.gather(*(handle.close() for handle in self.handles))
+
+        asyncio.run(go())
+
+
+PUSH = PushWeights(0, 0)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_is_lost_in_mid_broadcast_costs_the_others_nothing(
+    fault: signal.Signals,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(tmp_path)
+
+    async def go() -> None:
+        monkeypatch.setattr(direct_transfer, "LEAST_PATIENCE", PATIENCE)
+        transfer = await bench.start(2)
+        first = await transfer.push(PUSH)
+        replica, process = bench.replicas[1], bench.handles[2]
+        receive = replica.receive
+
+        async def struck(*arguments: Any) -> None:
+            if not process.is_lost:
+                process.send_signal(fault)
+            await receive(*arguments)
+
+        replica.receive = struck  # type: ignore[method-assign]
+        again = await transfer.push(PUSH)
+        assert again.checksum == first.checksum and again.num_bytes == first.num_bytes
+        assert "sending to each replica" in caplog.text
+        await bench.check(0, first.checksum)
+        while 1 in transfer._targets:  # until its loss is noticed
+            await asyncio.sleep(0.05)
+        await bench.join(3)
+        await bench.check(3, first.checksum)  # sent its own
+        caplog.clear()
+        assert (await transfer.push(PUSH)).checksum == first.checksum
+        assert not caplog.text
+        await bench.check(3, first.checksum)
+
+    bench.run(go)
+
+
+def test_a_lost_trainer_is_no_loss_of_a_replica_and_unreached_replicas_are_named(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path)
+
+    async def go() -> None:
+        transfer = await bench.start(1)
+        pushed = await transfer.push(PUSH)
+        receive = bench.replicas[0].receive
+
+        async def refuse(*arguments: Any) -> None:
+            raise OSError("no room")
+
+        bench.replicas[0].receive = refuse  # type: ignore[method-assign]
+        with pytest.raises(UnreachedError, match="no room") as error:
+            await transfer.push(PUSH)
+        assert error.value.replicas == [0]
+        bench.replicas[0].receive = receive  # type: ignore[method-assign]
+        await transfer.push(PUSH)
+        bench.handles[0].send_signal(signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            await transfer.push(PUSH)
+        assert not bench.handles[1].is_lost
+        await bench.check(0, pushed.checksum)
+
+    bench.run(go)
+
+
+# The key -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["sync.wire=broadcast"], ""),
+        (["sync.wire=cuda-ipc"], "sync.wire must be 'broadcast' or 'chunks' on CPUs"),
+        (["sync.wire=broadcast", "sync.mode=lora"], "sync.mode must be 'full' for sync.wire"),
+        (
+            ["sync.wire=cuda-ipc", "execute.device=cuda", "execute.deterministic=false"],
+            "unless trainer and replicas share one GPU",
+        ),
+        (
+            [
+                *("sync.wire=broadcast", "execute.device=cuda", "execute.deterministic=false"),
+                "policies.system=colocated",
+            ],
+            "'cuda-ipc' or 'chunks' if trainer and replicas share GPUs",
+        ),
+    ],
+)
+def test_a_wire_that_cannot_be_is_refused_in_one_line(
+    changes: list[str], words: str, tmp_path: Path
+) -> None:
+    tiny_model(32).save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    refusal = refusal_of(load_run(tmp_path / "run.toml", changes))
+    assert words in refusal and bool(words) == bool(refusal) and "\n" not in refusal
