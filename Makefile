@@ -30,7 +30,7 @@
 #   make soak            memory growth below 2 %: 20,000 simulated steps, and an hour of executed steps under faults on each back end; six hours
 # Speed:
 #   make bench           speed of the simulator, one JSON object a figure
-#   make bench-against   the same, over an earlier version's in alternation; REV=COMMIT, by default the newest tag
+#   make bench-against   the same, over an earlier version's in alternation; REV="COMMIT COMMIT", by default the newest tag
 #   make bench-start     CPU seconds of a command; AGAINST=DIR compares another checkout
 #   make bench-first-answer  how soon a first answer comes, and its figures against whole simulations
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout

@@ -1,10 +1,10 @@
-"""Compare the speed of simulations with an earlier version, in alternation on one core.
+"""Compare the speed of simulations with earlier versions, in alternation on one core.
 
-    python -m benchmarks.bench_against [REV]    a minute; the default is the newest tag
+    python -m benchmarks.bench_against [REV ...]    a minute for each; the default is the newest tag
 
-Each round simulates the same two runs with this checkout and with the other one, each in a process of its own. So both
+Each round simulates the same two runs with this checkout and with the others, each in a process of its own. So all
 see the same state of the machine. A figure is this checkout's speed over the other's: above 1 is faster. Its spread is
-that of the rounds. The output is one JSON object for each run.
+that of the rounds. The output is one JSON object for each run and version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -40,26 +40,30 @@ print(json.dumps([min(bench.simulate_once(run)[1] for _ in range(tries)) for run
 
 
 def main() -> None:
-    """Print one JSON object per run."""
+    """Print one JSON object per run and version."""
     options = _read_arguments()
-    revision = options.revision or newest_tag()
-    if revision is None:
+    revisions = options.revisions or [tag for tag in [newest_tag()] if tag]
+    if not revisions:
         print(json.dumps({"name": "speed of simulations", "value": None, "why": "no tag here"}))
         return
-    with checkout(revision) as other:
-        rounds = [(seconds(HERE), seconds(other)) for _ in range(options.rounds)]
-    for place, name in enumerate(RUNS):
-        ratios = sorted(theirs[place] / ours[place] for ours, theirs in rounds)
-        print(
-            json.dumps(
-                {
-                    "name": f"speed of simulations over {revision}'s, {name}",
-                    "value": round(statistics.median(ratios), 4),
-                    "spread": [round(ratios[0], 4), round(ratios[-1], 4)],
-                    "unit": "1",
-                }
+    with ExitStack() as stack:
+        others = [stack.enter_context(checkout(revision)) for revision in revisions]
+        rounds = [
+            [seconds(directory) for directory in (HERE, *others)] for _ in range(options.rounds)
+        ]
+    for number, revision in enumerate(revisions, start=1):
+        for place, name in enumerate(RUNS):
+            ratios = sorted(times[number][place] / times[0][place] for times in rounds)
+            print(
+                json.dumps(
+                    {
+                        "name": f"speed of simulations over {revision}'s, {name}",
+                        "value": round(statistics.median(ratios), 4),
+                        "spread": [round(ratios[0], 4), round(ratios[-1], 4)],
+                        "unit": "1",
+                    }
+                )
             )
-        )
 
 
 def newest_tag() -> str | None:
@@ -99,7 +103,7 @@ def seconds(directory: Path) -> list[float]:
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("revision", nargs="?", help="a tag or commit; default: the newest tag")
+    parser.add_argument("revisions", nargs="*", help="tags or commits; default: the newest tag")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of both checkouts")
     return parser.parse_args()
 

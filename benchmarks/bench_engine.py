@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +30,11 @@ ROUNDS = 12
 PAUSE = 1.0  # seconds between rounds
 GRID_ROLLOUTS = (512, 1024, 2048, 4096)
 GRID_TOKENS = (500, 1000, 2000, 4000)
+SCALE: dict[str, dict[str, int]] = {
+    "100000 prompts on 100 replicas": {"rollouts": 100_000, "replicas": 100},
+    "16384 rollouts on 10000 replicas": {"rollouts": 16_384, "replicas": 10_000},
+}
+"""Large steps, each simulated once in a process of its own, so that its memory is known."""
 
 
 def main() -> None:
@@ -45,6 +53,10 @@ def main() -> None:
     name = "simulated tokens per second, 1024 rollouts of 4930 tokens, 20 replicas"
     report(name, count_tokens(many) / times[1], "tokens/s")
     report("seconds for a step of 16384 rollouts on 1000 replicas", times[2], "s")
+    for name, run in SCALE.items():
+        seconds, peak = simulate_alone(run)
+        report(f"seconds for a step of {name}", seconds, "s")
+        report(f"peak memory of a step of {name}", peak, "MB")
     start, per_rollout, per_token = fit(list(grid), times[3:])
     report("simulation time of a run, fit: constant", start * 1e6, "us")
     report("simulation time of a run, fit: per rollout", per_rollout * 1e6, "us")
@@ -81,6 +93,19 @@ def simulate_once(run: Run) -> tuple[SimWorld, float]:
     return world, time.process_time() - began_at
 
 
+def simulate_alone(sizes: dict[str, int]) -> tuple[float, float]:
+    """Simulate one step in a new process; return its CPU seconds with loading, and its peak memory in MB."""
+    command = [sys.executable, __file__, json.dumps(sizes)]
+    seconds, peak = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return float(seconds), float(peak)
+
+
+def _simulate_scale(sizes: dict[str, int]) -> None:
+    simulate_once(_run(**sizes, mean_tokens=HISTOGRAM_MEAN, max_running=256))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    print(json.dumps([time.process_time(), peak]))
+
+
 def fit(sizes: list[tuple[int, int]], seconds: list[float]) -> tuple[float, float, float]:
     """Fit seconds = constant + p * rollouts + q * tokens; return (constant, p, q)."""
     rows = np.array([(1.0, rollouts, tokens) for rollouts, tokens in sizes])
@@ -102,4 +127,7 @@ def _run(rollouts: int, replicas: int, mean_tokens: float, max_running: int) -> 
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        _simulate_scale(json.loads(sys.argv[1]))
+    else:
+        main()

@@ -1,4 +1,4 @@
-"""Run jobs on all cores, and return answers in the order of the jobs."""
+"""Run jobs on all cores, or on the pool that `spread_over` sets, and return answers in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from concurrent.futures import (
     wait,
 )
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from multiprocessing import active_children, parent_process
 from threading import Thread
 from typing import TypeVar
@@ -28,10 +29,36 @@ LONGEST_WAIT = 1e6
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
+MakePool = Callable[[], AbstractContextManager[Executor]]
+_MAKE_POOL: ContextVar[MakePool | None] = ContextVar("make_pool", default=None)
+
+
+@contextmanager
+def spread_over(make: MakePool) -> Iterator[None]:
+    """Let `worker_pool` yield the pool that `make` opens, such as one of a cluster, until the context ends."""
+    before = _MAKE_POOL.set(make)
+    try:
+        yield
+    finally:
+        _MAKE_POOL.reset(before)
 
 
 @contextmanager
 def worker_pool(begin: Callable[[], object] | None = None) -> Iterator[Executor]:
+    """Yield the workers of plans and studies: those of `spread_over`, or else a process for each core.
+
+    Each own process calls `begin` first; workers of `spread_over` do not.
+
+    Raises:
+        RuntimeError: a worker was killed, for example because memory ran out.
+    """
+    make = _MAKE_POOL.get()
+    with _own_processes(begin) if make is None else make() as pool:
+        yield pool
+
+
+@contextmanager
+def _own_processes(begin: Callable[[], object] | None) -> Iterator[Executor]:
     """Yield a process for each core. The processes end with this one, however it ends.
 
     After an error or Ctrl-C, they are killed at once. Each process calls `begin` first.
@@ -77,10 +104,12 @@ def answers(
     work: Callable[[Job], Answer],
     jobs: Iterable[Job],
     watch: Callable[[], None] = lambda: None,
+    keep: Callable[[Job, Answer], None] = lambda job, answer: None,
 ) -> list[Answer]:
-    """Return the answer to each job; `watch` is called for each answer that arrives."""
-    futures = [pool.submit(work, job) for job in jobs]
-    for _ in as_completed(futures):
+    """Return the answer to each job; `watch` and `keep` are called for each answer that arrives."""
+    futures = {pool.submit(work, job): job for job in jobs}
+    for future in as_completed(futures):
+        keep(futures[future], future.result())
         watch()
     return list(_results(futures))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from streamrl.report.study_report import StudyResult, describe, read_study, writ
 from streamrl.runfile.files import load_run
 from streamrl.runfile.sweep import Axis, make_grid, parse_axis
 from streamrl.sim.steady_state import simulate_steady
+from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
+from streamrl.sim.studies.results import StudyRow
 from streamrl.sim.studies.sweep import run_sweep
 from tests.command_line import streamrl
 
@@ -381,3 +384,35 @@ def _ends(axis: Axis) -> Axis:
     """Keep the first and the last point."""
     labels = (axis.labels[0], axis.labels[-1]) if axis.labels else ()
     return replace(axis, points=(axis.points[0], axis.points[-1]), labels=labels)
+
+
+# Studies that continue ----------------------------------------------------------------------------
+
+
+def test_a_study_that_was_interrupted_repeats_only_what_had_not_finished(tmp_path: Path) -> None:
+    file = tmp_path / FINISHED
+    grid = make_grid(LOAD, SMALL, axes("rollout.replicas=8,16"))
+    whole = run_sweep(grid, 2, finished=file)[1]
+    *kept, cut = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(kept) + cut[:-9])
+    begun: list[tuple[str, int, int]] = []
+    continued = run_sweep(grid, 2, watch=lambda *told: begun.append(told), finished=file)[1]
+    assert repr(continued) == repr(whole)  # NaN is not equal to itself
+    assert [told for told in begun if told[0] == "simulating"] == [("simulating", 1, 1)]
+    assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted([*kept, cut])
+
+
+def test_finished_simulations_of_other_code_or_run_files_are_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = StudyRow(place=(), seed=0, figures={"step_time": math.nan})
+    first = FinishedJobs(tmp_path / FINISHED)
+    first.add(b"run", row)
+    first.add(b"other", "does not finish")
+    jobs = FinishedJobs(tmp_path / FINISHED)
+    found = jobs.find(b"run")
+    assert isinstance(found, StudyRow) and math.isnan(found.figures["step_time"])
+    assert jobs.find(b"other") == "does not finish"
+    assert jobs.find(b"third") is None
+    monkeypatch.setattr("streamrl.sim.studies.finished_jobs._digest_of_package", lambda: b"")
+    assert jobs.find(b"run") is None

@@ -42,7 +42,27 @@ def joined_cluster(roles: PlacedRoles) -> Iterator[None]:
 def _joined(roles: PlacedRoles) -> Iterator[None]:
     import ray
 
-    address = roles.execute.ray_address
+    join_cluster(roles.execute.ray_address, "execute.ray_address")
+    try:
+        check_cluster(roles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            logger.warning(
+                "anyone who can reach the ports of the Ray cluster can run code there; "
+                "to require a token, run ray get-auth-token --generate"
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+def join_cluster(address: str, key: str) -> None:
+    """Join the cluster at an address, which a key or an option names.
+
+    Raises:
+        ValueError: no cluster could be joined.
+    """
+    import ray
+
     try:
         _knock(address)
         ray.init(
@@ -55,19 +75,9 @@ def _joined(roles: PlacedRoles) -> Iterator[None]:
     except Exception as error:  # Ray raises many kinds of errors
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"execute.ray_address {address!r}: no Ray cluster could be joined ({first}). "
+            f"{key} {address!r}: no Ray cluster could be joined ({first}). "
             "Start one with ray start --head; set RAY_AUTH_MODE=token to send your token"
         ) from None
-    try:
-        check_cluster(roles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        if os.environ.get("RAY_AUTH_MODE") != "token":
-            logger.warning(
-                "anyone who can reach the ports of the Ray cluster can run code there; "
-                "to require a token, run ray get-auth-token --generate"
-            )
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _knock(address: str) -> None:

@@ -7,6 +7,7 @@ Files to read first:
 - `comparable_runs.py`: checks that two run files do the same work.
 - `rerun.py`: simulates a recorded run with changes.
 - `hardware_efficiency.py`: decode curves and MFU without a run.
+- `finished_jobs.py`: simulations that a continued study does not repeat.
 - `results.py`: the results of all studies.
 
 Compared runs use the same prompts and lengths, so errors that affect both cancel in their ratio.

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 from itertools import count
+from pathlib import Path
 
 from msgspec.structs import replace
 
-from streamrl.record.metrics import Metrics
 from streamrl.runfile.files import decode_run, encode_run
 from streamrl.runfile.sweep import Grid, RejectedCell
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.parallel import answers, worker_pool
 from streamrl.sim.steady_state import UnfinishedError, measure_steady
+from streamrl.sim.studies.finished_jobs import FinishedJobs
 from streamrl.sim.studies.results import StudyRow
 from streamrl.workload.workload import SimulatedWorkload
 
@@ -27,8 +28,16 @@ def run_sweep(
     *,
     skips: bool = False,
     watch: Watch = lambda what, done, total: None,
+    finished: Path | None = None,
 ) -> tuple[Grid, list[StudyRow]]:
     """Simulate a grid; return it without failed combinations, and a row for each combination and seed.
+
+    Args:
+        grid: the combinations.
+        num_seeds: simulations of each.
+        skips: whether to leave out combinations that cannot be simulated.
+        watch: receives progress.
+        finished: file of finished simulations, which are read and not repeated; None to keep none.
 
     Raises:
         ValueError: a combination cannot be simulated and `skips` is false, or no combination is
@@ -36,7 +45,8 @@ def run_sweep(
         RuntimeError: no combination finishes.
     """
     with worker_pool() as pool:
-        return _simulate(pool, _check(pool, grid, skips, watch), num_seeds, watch)
+        checked = _check(pool, grid, skips, watch)
+        return _simulate(pool, checked, num_seeds, watch, FinishedJobs(finished))
 
 
 def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
@@ -57,20 +67,22 @@ def _check(pool: Executor, grid: Grid, skips: bool, watch: Watch) -> Grid:
 
 
 def _simulate(
-    pool: Executor, grid: Grid, num_seeds: int, watch: Watch
+    pool: Executor, grid: Grid, num_seeds: int, watch: Watch, jobs: FinishedJobs
 ) -> tuple[Grid, list[StudyRow]]:
     """Simulate every combination with every seed, and separate those that do not finish."""
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
-    found = answers(pool, _measure, runs, _counted(watch, "simulating", len(runs)))
+    missing = [run for run in dict.fromkeys(runs) if jobs.find(run) is None]
+    answers(pool, _measure, missing, _counted(watch, "simulating", len(missing)), jobs.add)
+    found = [jobs.find(run) for run in runs]
     unfinished: dict[tuple[int, ...], RejectedCell] = {}
     for (cell, seed), each in zip(tasks, found, strict=True):
         if isinstance(each, str):
             unfinished.setdefault(cell.place, RejectedCell(cell.place, f"seed {seed}: {each}"))
     rows = [
-        StudyRow.of(cell.place, seed, each)
+        replace(each, place=cell.place, seed=seed)
         for (cell, seed), each in zip(tasks, found, strict=True)
-        if not isinstance(each, str) and cell.place not in unfinished
+        if isinstance(each, StudyRow) and cell.place not in unfinished
     ]
     if not rows:
         place, reason = next(iter(unfinished.values()))
@@ -96,10 +108,12 @@ def _find_fault(run: bytes) -> str:
     return ""
 
 
-def _measure(run: bytes) -> Metrics | str:
-    """Simulate and measure a run, or return the reason why it failed or did not finish."""
+def _measure(run: bytes) -> StudyRow | str:
+    """Return the row of a run without its place, or the reason why it failed or did not finish."""
     try:
         metrics = measure_steady(decode_run(run))
     except (ValueError, RuntimeError) as error:
         return str(error)
-    return str(UnfinishedError(metrics.unfinished)) if metrics.unfinished else metrics
+    if metrics.unfinished:
+        return str(UnfinishedError(metrics.unfinished))
+    return StudyRow.of((), 0, metrics)

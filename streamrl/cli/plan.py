@@ -39,7 +39,9 @@ from streamrl.cli.shared import (
     AsJson,
     Intervals,
     Overrides,
+    RayAddress,
     print_json,
+    simulating_on,
     sole_writer,
     stdout_console,
 )
@@ -139,6 +141,7 @@ def plan(
     budget: Budget = None,
     setup_time: SetupTime = None,
     minimum_term: MinimumTerm = None,
+    ray: RayAddress = None,
 ) -> None:
     """Choose GPUs, parallelism and system for a run, by cost or speed.
 
@@ -180,7 +183,7 @@ def plan(
                 print_first_answer(answer, question, stated)
                 limit = format_duration(run.plan.time_limit)
                 echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
-            with _progress() as watch:
+            with _progress() as watch, simulating_on(ray):
                 planned = make_plan(run, watch, shows_own=has_own, first=first)
             if not as_json:
                 stdout_console().print(

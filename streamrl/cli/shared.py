@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
@@ -58,6 +59,15 @@ Intervals = Annotated[
 ]
 """An option of commands that show bands."""
 
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Simulate on the CPUs of a Ray cluster: HOST:PORT, or auto for the one of this machine. The results are the same.",
+    ),
+]
+
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a running job (execute.output).")
 ]
@@ -67,6 +77,16 @@ PIPE_WIDTH = 200
 TRAILING_BLANKS = re.compile(r" +(?=\n)")
 HEADER = b'{"format":'
 """The first bytes of a trace."""
+
+
+def simulating_on(ray_address: str | None) -> AbstractContextManager[None]:
+    """Return a context in which plans and studies use a Ray cluster; without an address, the cores of this machine."""
+    if ray_address is None:
+        return nullcontext()
+    from streamrl.executor.launchers.ray_pool import ray_pool
+    from streamrl.sim.parallel import spread_over
+
+    return spread_over(partial(ray_pool, ray_address))
 
 
 def stdout_console() -> Console:

@@ -17,8 +17,10 @@ from streamrl.cli.shared import (
     AsJson,
     Intervals,
     Overrides,
+    RayAddress,
     check_ledger,
     print_json,
+    simulating_on,
     sole_writer,
     stdout_console,
 )
@@ -111,6 +113,7 @@ def simulate(
     ] = False,
     intervals: Intervals = False,
     as_json: AsJson = False,
+    ray: RayAddress = None,
 ) -> None:
     """Predict time, cost and GPU idle time of a run.
 
@@ -119,6 +122,7 @@ def simulate(
     `algorithm.steps` is. Without --output, memory use does not grow with the number of steps.
 
     With --sweep, or a study file instead of a run file, it simulates every combination of values, and prints a finding.
+    If it is interrupted, the same command with the same --output continues after the finished simulations.
 
     With --against, it compares two runs that do the same work. It shows time and cost of both, and whether the
     difference is more than chance. It also shows at which price or bandwidth both cost the same per token.
@@ -135,6 +139,7 @@ def simulate(
     Example: streamrl simulate --from runs/quickstart --set policies.system=stream-sync
     """
     of_studies = _given_of_studies(seeds is not None, bool(metric), skip_infeasible)
+    of_studies["--ray"] = ray is not None
     others = {"--sweep": bool(sweep), **of_studies}
     if recorded is not None:
         from streamrl.cli.simulate_against import simulate_again
@@ -161,7 +166,10 @@ def simulate(
             from streamrl.cli.simulate_sweep import make_study, run_study
 
             study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
-            run_study(study, output, skips=skip_infeasible, as_json=as_json, intervals=intervals)
+            with simulating_on(ray):
+                run_study(
+                    study, output, skips=skip_infeasible, as_json=as_json, intervals=intervals
+                )
             return
         _refuse_options_of_studies(of_studies)
         run = load_run(run_file, overrides or ())

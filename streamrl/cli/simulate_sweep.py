@@ -17,6 +17,7 @@ from streamrl.report.study_report import (
     write_study,
 )
 from streamrl.runfile.sweep import make_grid, parse_axis
+from streamrl.sim.studies.finished_jobs import FINISHED
 from streamrl.sim.studies.sweep import run_sweep
 
 
@@ -62,8 +63,11 @@ def run_study(
     Raises:
         RuntimeError: some combinations do not finish; raised after all others are printed and written.
     """
-    report = _simulate(study, skips=skips)
+    finished = None if output is None else output / FINISHED
+    report = _simulate(study, finished, skips=skips)
     figures = [] if output is None else write_study(report, output)
+    if finished is not None:
+        finished.unlink()  # the study is whole
     if as_json:
         print_json(describe(report))
     else:
@@ -97,7 +101,7 @@ def _print(
         console.print(f"\nwritten to {output}: {names}", highlight=False)
 
 
-def _simulate(study: Study, *, skips: bool) -> StudyResult:
+def _simulate(study: Study, finished: Path | None, *, skips: bool) -> StudyResult:
     """Return a study's rows, with a progress bar on a terminal."""
     grid = make_grid(study.load, study.overrides, study.axes, skips=skips)
     with make_progress() as progress:
@@ -106,5 +110,5 @@ def _simulate(study: Study, *, skips: bool) -> StudyResult:
         def watch(what: str, done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, facts=what)
 
-        grid, rows = run_sweep(grid, study.num_seeds, skips=skips, watch=watch)
+        grid, rows = run_sweep(grid, study.num_seeds, skips=skips, watch=watch, finished=finished)
     return StudyResult(study, grid, rows)

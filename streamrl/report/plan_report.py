@@ -269,9 +269,7 @@ def lending_text(lending: PlannedLending) -> str:
     if lending.reason:
         return f"without [lending]: {lending.reason}"
     change = lending.step_time_lent / lending.step_time - 1
-    seconds = (
-        f"a step takes {format_step_time(lending.step_time_lent, None)} with [lending], {change:+.1%}"
-    )
+    seconds = f"a step takes {format_step_time(lending.step_time_lent, None)} with [lending], {change:+.1%}"
     if lending.is_taken:
         return f"{seconds}; the plan's file has it, other figures here are without it"
     return f"{seconds}; that is no gain, so the plan's file leaves it out"

@@ -1,0 +1,92 @@
+"""Studies on a Ray cluster: the results are those of one core, whatever happens to workers: make test-ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from streamrl.runfile.files import load_run
+from streamrl.runfile.sweep import make_grid, parse_axis
+from streamrl.sim.parallel import spread_over
+from streamrl.sim.studies.sweep import run_sweep
+
+pytestmark = pytest.mark.ray
+
+RUN = Path(__file__).parent.parent / "examples" / "h20-h800.toml"
+SMALL = ["algorithm.prompts_per_step=64", "simulate.max_steps=3", "workload.lengths.scale=0.1"]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Start a cluster of one node with two CPUs, whose workers import this checkout."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    yield cluster.address
+    cluster.shutdown()
+
+
+def die_once(marker: str) -> str:
+    """Kill this worker the first time; return an answer the second time."""
+    path = Path(marker)
+    if not path.exists():
+        path.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "answer"
+
+
+def fail(number: int) -> None:
+    raise ValueError(f"job {number} is wrong")
+
+
+def test_a_study_has_the_same_rows_on_ray_as_on_this_machine(address: str) -> None:
+    from streamrl.executor.launchers.ray_pool import ray_pool
+
+    axes = (
+        parse_axis("rollout.replicas=8,16"),
+        parse_axis("policies.system=stream-sync,stream-async"),
+    )
+    grid = make_grid(partial(load_run, RUN), SMALL, axes)
+    here = run_sweep(grid, 2)[1]
+    with spread_over(partial(ray_pool, address)):
+        there = run_sweep(grid, 2)[1]
+    assert repr(there) == repr(here)  # NaN is not equal to itself
+
+
+def test_jobs_survive_a_killed_worker_and_their_own_errors_arrive(
+    address: str, tmp_path: Path
+) -> None:
+    from streamrl.executor.launchers.ray_pool import ray_pool
+
+    with ray_pool(address) as pool:
+        killed = [pool.submit(die_once, str(tmp_path / str(number))) for number in range(3)]
+        wrong = pool.submit(fail, 7)
+        assert [future.result(120) for future in killed] == ["answer"] * 3
+        with pytest.raises(ValueError, match="job 7 is wrong"):
+            wrong.result(120)
+
+
+def test_a_cancelled_job_does_not_begin(address: str, tmp_path: Path) -> None:
+    from streamrl.executor.launchers.ray_pool import ray_pool
+
+    with ray_pool(address) as pool:
+        running = [pool.submit(time.sleep, 3.0) for _ in range(2)]
+        waiting = pool.submit(Path.touch, tmp_path / "begun")
+        assert waiting.cancel()
+        for future in running:
+            future.result(120)
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_cluster_that_is_not_there_is_refused_in_one_line() -> None:
+    from streamrl.executor.launchers.ray_pool import ray_pool
+
+    refused = r"^--ray '127.0.0.1:1': no Ray cluster could be joined"
+    with pytest.raises(ValueError, match=refused), ray_pool("127.0.0.1:1"):
+        pass
