@@ -159,9 +159,7 @@ def test_ctrl_c_leaves_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
 
     monkeypatch.setattr("streamrl.sim.studies.sweep._find_fault", look)
-    monkeypatch.setattr(
-        "streamrl.sim.parallel.ProcessPoolExecutor", lambda initializer: OneThread(1)
-    )
+    monkeypatch.setattr("streamrl.sim.parallel.ProcessPoolExecutor", lambda **options: OneThread(1))
     grid = make_grid(LOAD, SMALL, axes("rollout.max_running=" + ",".join(map(str, range(1, 41)))))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(grid, 1, watch=interrupt)
