@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from streamrl.cli.lazy_commands import UNTIL_END
-from streamrl.cli.shared import claim_file
+from streamrl.cli.shared import claim_file, sole_writer
 from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.result_files import (
     RESULTS,
     check_results,
     listed_run_id,
+    locked,
+    partial_of,
     replacing,
     write_file,
     write_results,
@@ -188,6 +192,40 @@ def test_a_second_command_that_writes_the_same_file_is_refused(offer: Path, tmp_
         assert streamrl(*words[:-1], str(tmp_path / "other.sh")).returncode == 0
     assert not [path for path in tmp_path.iterdir() if path.name != "other.sh"]
     assert streamrl(*words).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "is_file"),
+    [
+        ("simulate {0}/run.toml -o {1}", False),
+        ("plan {0}/run.toml -o {1}", False),
+        ("import {0}/rollouts.csv -o {1}", False),
+        ("validate serving -o {1}", False),
+        ("examples copy quickstart -o {1}", False),
+        ("evaluate {0} --prompts {0}/rollouts.csv --scorer exact -o {1}", False),
+        ("ranker fit {0}/rollouts.csv -o {1}", True),
+        ("ranker score {0}/rollouts.csv --ranker {0}/ranker.npz -o {1}", True),
+        ("export {0}/run.toml --framework verl -o {1}", True),
+        ("profile show qwen2.5-7b -o {1}", True),
+        ("profile {0} -o {1}", True),
+        ("calibrate {0}/run.toml {0}/steps.csv -o {1}", True),
+        ("report {0} -o {1}", True),
+        ("init {1}", True),
+    ],
+)
+def test_each_command_refuses_an_output_that_another_one_writes(
+    offer: Path, tmp_path: Path, command: str, is_file: bool
+) -> None:
+    output = tmp_path / "output.png"
+    with ExitStack() as held:
+        if is_file:
+            held.enter_context(locked(partial_of(output), os.O_RDWR | os.O_CREAT))
+        else:
+            held.enter_context(sole_writer(output))
+        done = streamrl(*command.format(offer, output).split())
+        assert done.returncode == 2, done.stderr
+        assert f"streamrl: {output} is in use by process " in done.stderr
+        assert output.is_dir() is not is_file and not [*output.glob("*")]
 
 
 def test_the_bytes_of_a_trace_do_not_depend_on_how_paths_are_written(

@@ -10,7 +10,7 @@ import typer
 
 from streamrl.cli.lazy_commands import PlainCommand, PlainGroup
 from streamrl.cli.output import echo
-from streamrl.cli.shared import AsJson, print_json, stdout_console
+from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.record.evaluation import read_evaluations
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.config import AdapterForm, CheckpointChoice, Run
@@ -74,10 +74,12 @@ def export(
 
     Example: streamrl checkpoint export runs/quickstart -o build/model --step best
     """
-    from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+    from streamrl.executor.checkpoint_export import HUB, choose_checkpoint, export_checkpoint
     from streamrl.executor.directory_lock import HIDDEN
 
     os.umask(HIDDEN[_run_in(run).execute.readers])
+    if not output.startswith(HUB):
+        claim_directory(Path(output))
     chosen = choose_checkpoint(run, step_of(step))
     place = export_checkpoint(chosen, output, _form_of(adapters))
     echo(f"step {chosen.version}: {place}")

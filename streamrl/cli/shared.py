@@ -140,8 +140,12 @@ def keep_private(*sources: Path) -> None:
 
 
 def claim_directory(path: Path) -> None:
-    """Raise `ValueError` if results could not be written to a directory. Called before any work; it leaves no file."""
-    check_writable(path, "--output")
+    """Check before any work that results can be written to a directory, and let no other command write there meanwhile.
+
+    Raises:
+        ValueError: another command holds the directory, or nothing can be written there.
+    """
+    UNTIL_END.enter_context(sole_writer(path))
 
 
 def claim_file(path: Path, option: str = "--output") -> None:
@@ -172,7 +176,7 @@ def sole_writer(directory: Path) -> Iterator[None]:
     Raises:
         ValueError: another command holds the directory, or nothing can be written there.
     """
-    claim_directory(directory)
+    check_writable(directory, "--output")
     with _made(directory), _locked_alone(directory, directory, os.O_RDONLY):
         yield
 
