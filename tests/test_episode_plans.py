@@ -108,8 +108,9 @@ def test_a_plan_says_what_more_of_each_resource_is_worth(planned: Planned) -> No
 
 def test_more_sandboxes_are_worth_what_a_longer_queue_costs() -> None:
     search = Search.open(offer({"plan.sandboxes": [8]}))
+    metrics = measure_steady(search.space.candidate(0).apply(search.space.run))
     with ThreadPoolExecutor(1) as pool:
-        worths = find_worths(search, 0, pool)
+        worths = find_worths(search, 0, metrics, pool)
     more = next(each for each in worths if each.resource == "sandboxes")
     assert more.units == 2 and more.step_time_ratio == pytest.approx(8 / 10, abs=0.06)
     assert max(worths, key=lambda each: each.gain) is more
@@ -129,18 +130,18 @@ def test_more_sandboxes_do_not_hurt_where_the_cache_loses_contexts() -> None:
         "rollout.memory_utilization": 0.31,
     }
     search = Search.open(offer(crowded))
+    metrics = measure_steady(search.space.candidate(0).apply(search.space.run))
     with ThreadPoolExecutor(1) as pool:
-        worths = find_worths(search, 0, pool)
+        worths = find_worths(search, 0, metrics, pool)
     more = next(each for each in worths if each.resource == "sandboxes")
     assert more.what == "6 more sandboxes" and more.step_time_ratio <= 1 and more.price == 0.25
     crowding = more.crowding
     assert crowding is not None and crowding.episodes == 30
     assert crowding.step_time_ratio is not None and crowding.step_time_ratio > 1.02
-    assert crowding.recomputed > crowding.recomputed_before + 0.1
+    assert crowding.recomputed > crowding.recomputed_before + 0.05
     text = worth_text(more)
     assert "; it costs $0.25" in text or "it costs $0.25 an hour" in text
-    assert "; 30 episodes in flight would take " in text and "(9% now)" in text
-    metrics = measure_steady(search.space.candidate(0).apply(search.space.run))
+    assert "; 30 episodes in flight would take " in text and "(12% now)" in text
     seconds = {"generation": 1.0, "training": 1.0}
     assert episode_binding(worths, metrics, seconds).resource == "GPU memory for KV cache"
 

@@ -48,6 +48,8 @@ TIME_SHARE = 0.2
 """Share of `plan.time_limit` after which no further change is simulated."""
 SLOWER = 1.02
 """Ratio of steps above which more episodes in flight slow a plan down. Less may be chance."""
+LOSES = 0.05
+"""Growth of the share of recomputed contexts above which KV memory is what more episodes in flight lack."""
 AND_EPISODES = " and episodes in flight"
 RECOMPUTED = 0.15
 """Share of the busy seconds of replicas in recomputed prefixes above which KV memory binds generation."""
@@ -67,38 +69,44 @@ class _Change(NamedTuple):
 
 
 def find_worths(
-    search: Search, chosen: int, pool: Executor, watch: Callable[[], None] = lambda: None
+    search: Search,
+    chosen: int,
+    metrics: Metrics,
+    pool: Executor,
+    watch: Callable[[], None] = lambda: None,
 ) -> list[Worth]:
     """Return the simulated effect of each change; those that do not finish in time are left out.
 
     Args:
         search: the finished search.
         chosen: the recommended plan.
+        metrics: its steady state.
         pool: simulates.
         watch: called after each simulation.
     """
     run, candidate = search.space.run, search.space.candidate(chosen)
     changes = list(_changes(search, candidate))
     base = shortened(run, run.seed)
+    known = search.whole_speeds.get(chosen)
     trials: list[tuple[int | None, Trial]] = [
-        (None, Trial(base, candidate)),
-        *(
-            (place, Trial(shortened(each.run, run.seed), each.candidate))
-            for place, each in enumerate(changes)
-        ),
+        (place, Trial(shortened(each.run, run.seed), each.candidate))
+        for place, each in enumerate(changes)
     ]
+    if known is None:
+        trials.insert(0, (None, Trial(base, candidate)))
     until = time.perf_counter() + TIME_SHARE * run.plan.time_limit
     found = run_all(pool, watched_speed_of, trials, watch, until)
-    before = found[None]
-    if isinstance(before.speed, Unfinished):
+    before = found[None].speed if known is None else known
+    if isinstance(before, Unfinished):
         return []
+    recomputed = _recomputed_share(metrics)
     rents = _Rents(PaidGpus.of(candidate.apply(run)).dollars_per_second, run.environment)
     worths = [
-        (change, found[place], _worth(change, before.speed, found[place].speed, rents))
+        (change, found[place], _worth(change, before, found[place].speed, rents))
         for place, change in enumerate(changes)
         if place in found
     ]
-    return list(_better_of_sandboxes(worths, before, rents))
+    return list(_better_of_sandboxes(worths, recomputed, rents))
 
 
 class _Rents(NamedTuple):
@@ -117,7 +125,7 @@ class _Rents(NamedTuple):
 
 
 def _better_of_sandboxes(
-    found: Sequence[tuple[_Change, Watched, Worth | None]], before: Watched, rents: _Rents
+    found: Sequence[tuple[_Change, Watched, Worth | None]], recomputed: float, rents: _Rents
 ) -> Iterator[Worth]:
     """Yield the effects; of more sandboxes, those of the better number of episodes in flight.
 
@@ -127,7 +135,7 @@ def _better_of_sandboxes(
     worths = [worth for *_, worth in of_sandboxes if worth is not None]
     best = min(worths, key=lambda each: each.step_time_ratio, default=None)
     if best is not None:
-        yield _with_crowding(_unused_if_slower(best, rents), of_sandboxes, before)
+        yield _with_crowding(_unused_if_slower(best, rents), of_sandboxes, recomputed)
     for change, _, worth in found:
         if worth is not None and change.resource != "sandboxes":
             yield worth
@@ -145,7 +153,7 @@ def _unused_if_slower(worth: Worth, rents: _Rents) -> Worth:
 
 
 def _with_crowding(
-    worth: Worth, found: Sequence[tuple[_Change, Watched, Worth | None]], before: Watched
+    worth: Worth, found: Sequence[tuple[_Change, Watched, Worth | None]], recomputed: float
 ) -> Worth:
     """Return an effect of sandboxes, with that of more episodes in flight if they slow the plan down."""
     for change, watched, crowded in found:
@@ -155,7 +163,7 @@ def _with_crowding(
             episodes=change.crowds,
             step_time_ratio=None if crowded is None else crowded.step_time_ratio,
             recomputed=watched.recomputed,
-            recomputed_before=before.recomputed,
+            recomputed_before=recomputed,
         )
         what = worth.what.removesuffix(AND_EPISODES)
         with_it: Worth = replace(worth, what=what, crowding=crowding)
@@ -265,7 +273,7 @@ def episode_binding(
 
 def _loses_contexts(crowding: Crowding | None) -> bool:
     """Return whether more episodes in flight are slower because the KV cache loses their contexts."""
-    return crowding is not None and crowding.recomputed - crowding.recomputed_before >= BINDS
+    return crowding is not None and crowding.recomputed - crowding.recomputed_before >= LOSES
 
 
 RESOURCES: dict[Resource, str] = {

@@ -197,6 +197,9 @@ def _plan(
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, named)
     search.aim_at(run.plan)
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
+    helper = ThreadPoolExecutor(1)
+    worths = helper.submit(_find_worths, race, chosen, pool, progress.on("near plans"))
+    helper.shutdown(wait=False)
     near = _look_near(search, race, chosen, whole_nodes, pool, progress.on("near plans"))
     options, others = Options(search, race, chosen), OtherRows(race, chosen)
     if own is not None:
@@ -250,8 +253,8 @@ def _plan(
         options=table,
         left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
-        binding=find_binding(search.estimates, chosen, metrics, near.gains, near.worths),
-        worths=list(near.worths),
+        binding=find_binding(search.estimates, chosen, metrics, near.gains, worths.result()),
+        worths=worths.result(),
         lower_bound=min(value, float(bounds.min())),
         gap=max(0.0, value / float(bounds.min()) - 1),
         own_bound=min(value, float(bounds[chosen])),
@@ -303,8 +306,6 @@ class _Near(NamedTuple):
     """A plan on parts of a node, or why there is none; None if parts are not searched for."""
     what_if: WhatIf | None
     """The grid of the report page."""
-    worths: Sequence[Worth] = ()
-    """Effects of more of each resource of episodes."""
 
 
 def _look_near(
@@ -317,10 +318,10 @@ def _look_near(
 ) -> _Near:
     """Look at plans near the chosen one: four tasks in threads, because each mostly waits for simulations.
 
-    Of a plan with episodes, only the effects of their resources are simulated.
+    This is left out of plans with episodes, whose simulations take long; see `_find_worths`.
     """
     if search.space.run.environment is not None:
-        return _Near({}, None, None, None, find_worths(search, chosen, pool, watch))
+        return _Near({}, None, None, None)
     rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
     threads = ThreadPoolExecutor()
     try:
@@ -333,6 +334,16 @@ def _look_near(
         return _Near(gains.result(), tighter.result(), parts, grid.result())
     finally:  # after Ctrl-C the workers end, and then these threads
         threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _find_worths(race: Race, chosen: int, pool: Executor, watch: Callable[[], None]) -> list[Worth]:
+    """Return the effects of more of each resource of episodes; none for a plan without them.
+
+    It runs in a thread beside the simulations of other options, so that no core is idle.
+    """
+    if race.search.space.run.environment is None:
+        return []
+    return find_worths(race.search, chosen, race.steady[chosen][0], pool, watch)
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
