@@ -22,7 +22,7 @@ The data flow of one action:
 - `session.py`: one environment in its worker process, seen from the controller.
 - `host.py`: the process that imports the class once and forks a sandboxed worker for each episode.
 - `observation_tokens.py`: token ids of observations, by the model's chat template.
-- `registry.py`: the class of a name. `retry.py`, `http_environments.py`,
+- `registry.py`: the class of a name. `retry.py`, `containers.py`, `http_environments.py`,
   `verifiers_environments.py`: environments of this package.
 - `tool_calls.py`: find tool calls in a turn. `tools.py`: the environment that executes them. `mcp_client.py`: tools of
   MCP servers.

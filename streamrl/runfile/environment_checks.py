@@ -110,8 +110,10 @@ def _check_implementation(config: EnvironmentConfig) -> None:
             if value != must:
                 text = f"environment.{own} must be {str(must).lower()} for {key} {name!r}: its server has one episode at a time"
                 raise RunError(f"environment.{own}", value, OneOf([must]), text, (key,))
-    if chosen is not None and chosen.uses_network and config.sandbox:
-        text = f"environment.sandbox must be false for {key} {name!r}, which uses the network"
+    if chosen is not None and chosen.leaves_sandbox and config.sandbox:
+        text = (
+            f"environment.sandbox must be false for {key} {name!r}, which {chosen.leaves_sandbox}"
+        )
         raise RunError("environment.sandbox", True, OneOf([False]), text)
 
 

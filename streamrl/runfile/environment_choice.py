@@ -23,8 +23,8 @@ class EnvironmentChoice(NamedTuple):
     """Whether it gives no reward itself."""
     reads_calls: bool = False
     """Whether it reads tool calls, in `environment.tool_format`."""
-    uses_network: bool = False
-    """Whether it cannot run in the sandbox."""
+    leaves_sandbox: str = ""
+    """What it does that the sandbox does not allow; empty if it can run there."""
     has_one_episode: bool = False
     """Whether it can run only one episode at a time."""
 
@@ -42,17 +42,22 @@ ENVIRONMENTS: dict[str, EnvironmentChoice] = {
         ("environment",),
         reads_calls=True,
     ),
+    "container": EnvironmentChoice(
+        "streamrl.executor.environment.containers:ContainerEnvironment",
+        reads_calls=True,
+        leaves_sandbox="starts containers",
+    ),
     "openenv": EnvironmentChoice(
         "streamrl.executor.environment.http_environments:OpenEnv",
         ("endpoint",),
-        uses_network=True,
+        leaves_sandbox="uses the network",
         has_one_episode=True,
     ),
     "nemo-gym": EnvironmentChoice(
         "streamrl.executor.environment.http_environments:NemoGym",
         ("endpoint",),
         reads_calls=True,
-        uses_network=True,
+        leaves_sandbox="uses the network",
     ),
 }
 
