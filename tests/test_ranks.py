@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from streamrl.executor.launchers.launcher import TRAINER, worker_environment
 from streamrl.executor.launchers.local_launcher import LOOPBACK
 from streamrl.executor.launchers.processes import begin_for
 from streamrl.executor.roles import Manifest, Sample, TrainerRole
+from streamrl.executor.trainer.optimizer_state import read_states
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.transfer.shared_memory import read_buckets
 from streamrl.runfile.roles_config import Recompute
@@ -442,6 +444,17 @@ LAYOUTS = {param.id: param.values[0] for param in SHAPES} | {"torch-1": ALONE}
                 ("fsdp2-2-tensor", "fsdp2-1"),
             )
         ),
+        *(
+            pytest.param(*pair, marks=pytest.mark.deepspeed)
+            for pair in (
+                ("torch-1", "deepspeed-2-zero-3"),
+                ("torch-1", "deepspeed-1-zero-0"),
+                ("deepspeed-2-zero-2", "torch-1"),
+                ("deepspeed-2-zero-1", "deepspeed-1-zero-3"),
+                ("deepspeed-2-zero-3", "fsdp2-2"),
+                ("fsdp2-2", "deepspeed-2-zero-2"),
+            )
+        ),
     ],
 )
 def test_training_goes_on_in_another_layout(
@@ -468,23 +481,51 @@ def test_training_goes_on_in_another_layout(
 
 
 @pytest.mark.deepspeed
-def test_a_checkpoint_of_another_split_is_refused(model_path: str, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
+@pytest.mark.parametrize("loaded", ["deepspeed-1-zero-3", "deepspeed-2-zero-1"])
+def test_a_checkpoint_in_bfloat16_has_the_same_weights_and_moments_in_another_layout(
+    model_path: str, tmp_path: Path, loaded: str
+) -> None:
+    own = {"learning_rate": 1e-4, "dtype": "bfloat16"}
 
-    async def go(shape: Shape, why: str) -> None:
-        async with trainer(model_path, tmp_path, shape, TRAINER) as (role, _):
-            with pytest.raises(RuntimeError, match=why):
-                await role.start(str(path))
-
-    async def save() -> None:
-        async with trainer(model_path, tmp_path, Shape("deepspeed", 2, 1), TRAINER) as (role, _):
+    async def go() -> None:
+        first = trainer(model_path, tmp_path, LAYOUTS["deepspeed-2-zero-2"], TRAINER, **own)
+        async with first as (role, _):
             await role.start(None)
             await train(role, [make_samples(1), []])
-            await role.save(str(path))
+            await role.save(str(tmp_path / "saved"))
+        async with trainer(model_path, tmp_path, LAYOUTS[loaded], TRAINER, **own) as (role, _):
+            await role.start(str(tmp_path / "saved"))
+            await role.save(str(tmp_path / "again"))
 
-    run(save())
-    run(go(Shape("deepspeed", 1, 1), "no checkpoint of zero-1-ranks-1: it has zero-1-ranks-2"))
-    run(go(ALONE, "no checkpoint of trainer.backend torch"))
+    run(go())
+    saved, again = ({}, {})
+    for name, found in (("saved", saved), ("again", again)):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32")
+        found.update(model.state_dict())
+        states, _ = read_states(
+            tmp_path / name,
+            lambda _, shape, dtype: torch.zeros(shape, dtype=dtype),
+            alone=True,
+            with_masters=True,
+        )
+        found.update({f"{n}/{f}": each for n, own in states.items() for f, each in own.items()})
+    assert any(name.endswith("/exp_avg_sq") for name in saved)
+    assert any(name.endswith("/master") for name in saved)
+    assert gap(saved, again) == 0
+
+
+def test_a_checkpoint_without_a_state_is_refused(model_path: str, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(model_path, path)
+
+    async def go() -> None:
+        async with trainer(model_path, tmp_path, ALONE, TRAINER) as (role, _):
+            with pytest.raises(
+                RuntimeError, match="no optimizer state that this version reads; begin"
+            ):
+                await role.start(str(path))
+
+    run(go())
 
 
 TWO = shapes("torch-2", "deepspeed-2-zero-3")

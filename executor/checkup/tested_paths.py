@@ -123,7 +123,7 @@ PATHS = (
     RunPath(EVALUATION, "evaluation", "test", "test_evaluation_executed.py::test_an_executed_run_evaluates_each_due_version_and_replays"),
     RunPath(EVALUATION, "`streamrl evaluate`", "test", "test_end_to_end.py::test_an_evaluation_names_the_step_of_its_checkpoint"),
     RunPath(CHECKPOINTS, "resume of a killed run", "test", "test_end_to_end.py::test_a_real_run_trains_resumes_replays_and_compares"),
-    RunPath(CHECKPOINTS, "resume in another layout", "test-fsdp2", "test_ranks.py::test_training_goes_on_in_another_layout"),
+    RunPath(CHECKPOINTS, "resume in another layout or with another back end", "test-deepspeed", "test_ranks.py::test_training_goes_on_in_another_layout"),
     RunPath(CHECKPOINTS, "execute.checkpoints.keep_best", "test", "test_checkpoint_export.py::test_old_checkpoints_are_removed_when_a_better_one_has_its_score", ran_on=ANYWHERE),
     RunPath(CHECKPOINTS, "execute.checkpoints.export", "test", "test_checkpoint_export.py::test_an_export_has_no_state_of_a_resume_and_refuses_a_full_directory", ran_on=ANYWHERE),
     RunPath(CHECKPOINTS, "upload to a hub, beside a hub that answers", "test", "test_checkpoint_export.py::test_a_checkpoint_is_pushed_to_a_repository", ran_on=ANYWHERE),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,18 @@ import torch
 from streamrl.executor.roles import RoleLostError
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
+from streamrl.executor.trainer.optimizer_state import (
+    MASTER,
+    MOMENTS,
+    STATE_FILE,
+    STEP,
+    States,
+    has_states,
+    no_state,
+    read_states,
+    states_by_name,
+    write_states,
+)
 from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
@@ -38,6 +51,8 @@ class DeepSpeedBackend:
         self._ranks = ranks
         self._engine = _start(settings, model)
         self.model = self._engine
+        module = self._engine.module
+        self._trained = {n: each for n, each in module.named_parameters() if each.requires_grad}
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss."""
@@ -97,32 +112,100 @@ class DeepSpeedBackend:
                 yield from ((name, copy) for name in names[identity])
 
     def save(self, path: Path, version: int) -> None:
-        """Write whole weights on the first rank, and DeepSpeed's state on every rank."""
+        """Write whole weights and optimizer states on the first rank, for any layout and back end."""
+        states: States = {}
         weights = dict(self.weights())
+        tied: dict[int, list[str]] = {}
+        for name, tensor in state_of(self._engine.module, learned=True).items():
+            tied.setdefault(id(tensor), []).append(name)
+        for name, parameter in self._trained.items():
+            for field, tensor in self._states_of(parameter):
+                if self._ranks.is_first:
+                    states.setdefault(name, {})[field] = tensor.to("cpu", copy=True)
+            if MASTER in states.get(name, {}) and self._settings.adapter_rank is None:
+                weights.update(dict.fromkeys(tied[id(parameter)], states[name][MASTER]))
         if self._ranks.is_first:
             save_model(self._engine.module, weights.items(), path)
-        client_state = {"version": version}
-        self._engine.save_checkpoint(str(path), self._tag, client_state, save_latest=False)
+        self._ranks.wait()
+        write_states(path, states, version)
 
     def load(self, path: Path) -> int:
-        """Load weights and optimizer state, written by the same number of ranks."""
-        if not (path / self._tag).is_dir():
-            saved = (
-                ", ".join(entry.name for entry in path.glob("zero-*")) or "no state of DeepSpeed"
-            )
-            raise ValueError(f"{path}: no checkpoint of {self._tag}: it has {saved}")
-        _, client_state = self._engine.load_checkpoint(str(path), self._tag)
-        version: int = client_state["version"]
+        """Load the optimizer's state, written by any back end on any number of ranks.
+
+        Weights that back end torch or fsdp2 wrote are rounded to `trainer.dtype` once.
+        """
+        if has_states(path):
+            for name in self._trained:  # one at a time, because each rank reads whole tensors
+                blank = partial(_blank_of, name)
+                states, version = read_states(path, blank, alone=True, with_masters=True)
+                self._set_states(states)
+        elif (path / STATE_FILE).is_file():
+            saved = torch.load(path / STATE_FILE, "cpu", weights_only=True, mmap=True)
+            self._set_states(dict(states_by_name(saved["optimizer"], list(self._trained))))
+            version = saved["version"]
+        else:
+            raise ValueError(no_state(path))
         restate(self._engine.optimizer, self._settings)
         return version
 
+    @property
+    def _flat(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer updates: this rank's parts of all weights, or the weights themselves."""
+        groups = self._engine.basic_optimizer.param_groups
+        own = [parameter for group in groups for parameter in group["params"]]
+        return list(getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", own))
+
+    def _states_of(self, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the optimizer's states of a weight, whole, with the float32 copy of a weight in half precision."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        states = self._engine.basic_optimizer.state
+        if parameter in states:
+            yield from states[parameter].items()
+            return
+        if not states:  # before the first step
+            return
+        yield STEP, states[self._flat[0]][STEP]
+        for field in MOMENTS:
+            yield field, safe_get_full_optimizer_state(parameter, field)
+        if self._settings.dtype != "float32":
+            yield MASTER, safe_get_full_fp32_param(parameter)
+
+    def _set_states(self, states: States) -> None:
+        held = self._engine.basic_optimizer.state
+        for flat in self._flat:
+            if not held[flat]:
+                moments = {field: torch.zeros_like(flat) for field in MOMENTS}
+                held[flat] = {STEP: torch.tensor(0.0), **moments}
+        if hasattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, fields in states.items():
+            parameter = self._trained[name]
+            for flat in [parameter] if parameter in held else self._flat:
+                held[flat][STEP].copy_(fields[STEP])
+            for field in fields.keys() - {STEP}:
+                self._set_state(parameter, field, fields[field].to(self._settings.device))
+
+    def _set_state(self, parameter: Any, field: str, value: torch.Tensor) -> None:
+        """Replace a state of a weight, or its float32 copy, by this rank's part of a whole tensor."""
+        from deepspeed import utils
+
+        held = self._engine.basic_optimizer.state
+        if parameter in held:
+            held[parameter][field].copy_(value)
+            return
+        if self._settings.zero == 3:
+            size = parameter.ds_tensor.numel()
+            padded = torch.nn.functional.pad(value.flatten(), (0, size * self._ranks.size))
+            value = padded.narrow(0, size * self._ranks.rank, size)
+        where = "local" if self._settings.zero == 3 else "full"
+        if field == MASTER:
+            getattr(utils, f"safe_set_{where}_fp32_param")(parameter, value)
+        else:
+            getattr(utils, f"safe_set_{where}_optimizer_state")(parameter, value, field)
+
     def move(self, device: str) -> None:
         """Do nothing: `streamrl.targets.execute_limits` rejects GPUs shared with replicas."""
-
-    @property
-    def _tag(self) -> str:
-        """Return the name of DeepSpeed's directory; its content fits only this stage and number of ranks."""
-        return f"zero-{self._settings.zero}-ranks-{self._ranks.size}"
 
 
 def make_split(settings: TrainerSettings, model: Any) -> Any:
@@ -194,6 +277,11 @@ def make_config(settings: TrainerSettings) -> dict[str, Any]:
         **({} if settings.dtype == "float32" else {"data_types": {"grad_accum_dtype": "fp32"}}),
         "steps_per_print": None,
     }
+
+
+def _blank_of(wanted: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a whole tensor for a saved state of one weight; None for those of others."""
+    return torch.zeros(shape, dtype=dtype) if name == wanted else None
 
 
 def _by_bytes(state: dict[str, Any]) -> Iterator[list[Any]]:

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import scale_gradients
 from streamrl.executor.trainer.optimizer_state import (
+    STATE_FILE,
     States,
     has_states,
+    no_state,
     read_states,
     states_by_name,
     write_states,
@@ -28,7 +30,6 @@ from streamrl.executor.trainer.optimizer_state import (
 from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.sharding import like, local, num_copies, own_part, shard, whole
-from streamrl.executor.trainer.torch_backend import STATE_FILE
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.trainer.training_backend import state_of
 
@@ -134,13 +135,13 @@ class Fsdp2Backend:
         write_states(path, states, version)
 
     def load(self, path: Path) -> int:
-        """Load the optimizer's state, written by any number of ranks in any layout, or by back end torch."""
+        """Load the optimizer's state, written by any back end on any number of ranks."""
         if has_states(path):
             states, version = read_states(path, self._blank)
         elif (path / STATE_FILE).is_file():
             states, version = self._states_of_torch(path / STATE_FILE)
         else:
-            raise ValueError(f"{path}: no checkpoint of trainer.backend fsdp2 or torch")
+            raise ValueError(no_state(path))
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for own in group["params"]:

@@ -1,7 +1,11 @@
-"""Store the optimizer's state of split weights in a checkpoint, so that any number of ranks in any layout can load it.
+"""Store the optimizer's state in a checkpoint, in forms that every back end reads.
 
-Each entry is one state of one weight, such as AdamW's first moment, under `WEIGHT/STATE`. torch.distributed.checkpoint
-stores the part of each rank with its place in the whole weight.
+| back end         | file                                                                                        |
+|------------------|---------------------------------------------------------------------------------------------|
+| torch            | `STATE_FILE`: the state of one optimizer, whole                                             |
+| fsdp2, deepspeed | `DIRECTORY`: each state of each weight, such as AdamW's first moment, under `WEIGHT/STATE`  |
+
+torch.distributed.checkpoint writes the directory. Each rank stores its parts of the weights.
 """
 
 from __future__ import annotations
@@ -16,10 +20,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+STATE_FILE = "trainer.pt"
 DIRECTORY = "optimizer"
 """Subdirectory of a checkpoint."""
 VERSION = "version"
 """Key of the version."""
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's states."""
+MASTER = "master"
+"""Name of the float32 copy of a weight that a back end keeps in half precision."""
 States = dict[str, dict[str, torch.Tensor]]
 """States of each weight by their names."""
 
@@ -36,18 +45,23 @@ def write_states(
     )
 
 
-def read_states(path: Path, blanks: Any, *, alone: bool = False) -> tuple[States, int]:
+def read_states(
+    path: Path, blanks: Any, *, alone: bool = False, with_masters: bool = False
+) -> tuple[States, int]:
     """Read the states of weights, and the version.
 
     Args:
         path: the checkpoint.
         blanks: returns the tensor to fill from a weight's name, a shape and a dtype; None to skip the weight.
         alone: whether this process reads whole tensors for itself. Otherwise every rank must call this.
+        with_masters: whether the float32 copies of weights are read too. The weights of the checkpoint equal them.
     """
     reader = FileSystemReader(path / DIRECTORY)
     flat: dict[str, Any] = {VERSION: torch.tensor(0)}
     for key, saved in reader.read_metadata().state_dict_metadata.items():
-        name = key.rpartition("/")[0]
+        name, _, field = key.rpartition("/")
+        if field == MASTER and not with_masters:
+            continue
         if name and isinstance(saved, TensorStorageMetadata):
             blank = blanks(name, saved.size, saved.properties.dtype)
             if blank is not None:
@@ -66,6 +80,12 @@ def has_states(path: Path) -> bool:
     return (path / DIRECTORY).is_dir()
 
 
+def no_state(path: Path) -> str:
+    """Return the error of a checkpoint without a state that this version reads."""
+    remedy = "begin another run with its weights, with --set model.path and without --resume"
+    return f"{path}: it has no optimizer state that this version reads; {remedy}"
+
+
 def states_by_name(saved: Mapping[str, Any], names: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the states of each weight from the state of one torch optimizer, whose weights have numbers.
 
@@ -78,7 +98,10 @@ def states_by_name(saved: Mapping[str, Any], names: list[str]) -> Iterator[tuple
     """
     groups = saved.get("param_groups", [])
     if len(groups) != 1 or len(groups[0]["params"]) != len(names):
-        raise ValueError("the optimizer of the checkpoint is another one: start from its weights")
+        raise ValueError(
+            "the optimizer of the checkpoint is another one: resume with its algorithm.optimizer.name, or begin "
+            "another run with its weights, with --set model.path and without --resume"
+        )
     for number, states in saved["state"].items():
         yield names[number], states
 

@@ -10,13 +10,17 @@ import torch
 
 from streamrl.executor.trainer.adapters import save_model
 from streamrl.executor.trainer.losses import average_gradients
-from streamrl.executor.trainer.optimizer_state import has_states, numbered_states, read_states
+from streamrl.executor.trainer.optimizer_state import (
+    STATE_FILE,
+    has_states,
+    no_state,
+    numbered_states,
+    read_states,
+)
 from streamrl.executor.trainer.optimizers import make_optimizer, restate, set_rate
 from streamrl.executor.trainer.rank_group import RankGroup
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.trainer.training_backend import state_of
-
-STATE_FILE = "trainer.pt"
 
 
 class TorchBackend:
@@ -64,13 +68,11 @@ class TorchBackend:
             torch.save(state, path / STATE_FILE)
 
     def load(self, path: Path) -> int:
-        """Load the optimizer state of a checkpoint, also of one that back end fsdp2 wrote."""
+        """Load the optimizer state of a checkpoint, also of one that another back end wrote."""
         if has_states(path):
             return self._load_states(path)
         if not (path / STATE_FILE).is_file():
-            raise ValueError(
-                f"{path}: no checkpoint of trainer.backend torch or fsdp2: it has no {STATE_FILE}"
-            )
+            raise ValueError(no_state(path))
         state = torch.load(path / STATE_FILE, self._settings.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         restate(self.optimizer, self._settings)
@@ -79,7 +81,10 @@ class TorchBackend:
 
     def _load_states(self, path: Path) -> int:
         if self._settings.optimizer != "adamw":
-            raise ValueError(f"{path}: its optimizer is adamw, not {self._settings.optimizer}")
+            raise ValueError(
+                f"{path}: its optimizer is adamw, not {self._settings.optimizer}; resume with "
+                "--set algorithm.optimizer.name=adamw"
+            )
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         states, version = read_states(
             path, lambda _, shape, dtype: torch.zeros(shape, dtype=dtype), alone=True

@@ -59,7 +59,7 @@ class TrainingBackend(Protocol):
         """Load everything that `save` wrote except the weights, and return the version.
 
         Raises:
-            ValueError: the checkpoint is from another backend or another number of ranks.
+            ValueError: the checkpoint has no state that this version reads, or that of another optimizer.
         """
 
     def move(self, device: str) -> None:
