@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,14 +33,15 @@ from torch.nn.functional import scaled_dot_product_attention
 MOST_HEAD, HEAD_STEP = 256, 8
 """Sizes of heads that flash attention computes (Dao-AILab/flash-attention, README)."""
 VarlenKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None, float | None],
+    [torch.Tensor, torch.Tensor, torch.Tensor, "Bounds", tuple[int, int], int | None, float | None],
     torch.Tensor,
 ]
 """Returns causal attention of each sequence to itself, [tokens, heads, size].
 
-The arguments are those of `attend_packed`, with query, key and value as [tokens, heads, size]. The length of the longest
-sequence takes the place of all lengths.
+The arguments are those of `attend_packed`, with query, key and value as [tokens, heads, size]. Bounds and the longest length
+are those of queries and of keys. If a sequence has more keys than queries, its queries are the last tokens.
 """
+Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
@@ -100,7 +102,8 @@ def attend_packed(
         of_query, of_key, of_value = (
             each[0].transpose(0, 1).to(dtype) for each in (query, key, value)
         )
-        return kernel(of_query, of_key, of_value, bounds, max(lengths), window, scaling)[None]
+        both, longest = (bounds, bounds), (max(lengths), max(lengths))
+        return kernel(of_query, of_key, of_value, both, longest, window, scaling)[None]
     split = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     masks = (_window(length, window, query.device) for length in lengths)
     attended = [
@@ -108,6 +111,67 @@ def attend_packed(
         for own_query, own_key, own_value, mask in zip(*split, masks, strict=True)
     ]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
+
+
+class Segment(NamedTuple):
+    """Queries of one sequence, next to each other, and the keys that they attend to. Both end at the same token."""
+
+    queries: tuple[int, int]
+    """First query, and the one after the last."""
+    keys: tuple[int, int]
+
+
+def attend_segments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    segments: list[Segment],
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return causal attention of each segment's queries to its keys, (1, queries, heads, size).
+
+    Args:
+        query: (1, heads, queries, size).
+        key: (1, heads, keys, size), with fewer heads for grouped queries.
+        value: as `key`.
+        segments: all queries, in order.
+        window: as in `attend_packed`.
+        scaling: as there.
+    """
+    kernel = varlen_kernel(query, value)
+    if kernel is not None:
+        dtype, device = _computed_in(query), query.device
+        ranges = [torch.arange(*segment.keys) for segment in segments]
+        taken = torch.cat(ranges).to(device)
+        of_query, of_key, of_value = (
+            each[0].transpose(0, 1).to(dtype)
+            for each in (query, key[:, :, taken], value[:, :, taken])
+        )
+        queries = [end - first for (first, end), _ in segments]
+        bounds = _bounds_of(queries, device), _bounds_of([len(each) for each in ranges], device)
+        longest = max(queries), max(map(len, ranges))
+        return kernel(of_query, of_key, of_value, bounds, longest, window, scaling)[None]
+    attended = []
+    for (first, end), (start, stop) in segments:
+        mask = _window(end - first, window, query.device, stop - start)
+        attended.append(
+            attend(
+                query[:, :, first:end],
+                key[:, :, start:stop],
+                value[:, :, start:stop],
+                mask=mask,
+                is_causal=mask is None,
+                scaling=scaling,
+            )
+        )
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
+
+
+def _bounds_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Return where each sequence starts, and the end of the last one, int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> VarlenKernel | None:
@@ -141,8 +205,8 @@ def _by_torch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
+    bounds: Bounds,
+    longest: tuple[int, int],
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
@@ -152,10 +216,8 @@ def _by_torch(
         query,
         key,
         value,
-        bounds,
-        bounds,
-        longest,
-        longest,
+        *bounds,
+        *longest,
         scale=scaling,
         window_size=_before(window),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -168,8 +230,8 @@ def _by_flash_attn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
+    bounds: Bounds,
+    longest: tuple[int, int],
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
@@ -179,10 +241,8 @@ def _by_flash_attn(
         query,
         key,
         value,
-        bounds,
-        bounds,
-        longest,
-        longest,
+        *bounds,
+        *longest,
         softmax_scale=scaling,
         causal=True,
         window_size=_before(window),
@@ -195,12 +255,18 @@ def _before(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
-def _window(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return the attention mask, (length, length), if the window is shorter than the sequence; else None."""
-    if window is None or length <= window:
+def _window(
+    length: int, window: int | None, device: torch.device, num_keys: int | None = None
+) -> torch.Tensor | None:
+    """Return the attention mask, (length, keys); None if it is the causal one of a whole sequence.
+
+    The queries are the last tokens of the keys.
+    """
+    keys = length if num_keys is None else num_keys
+    if keys == length and (window is None or length <= window):
         return None
-    mask = torch.ones(length, length, dtype=torch.bool, device=device)
-    return mask.tril().triu(1 - window)
+    mask = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+    return mask if window is None else mask.triu(keys - length + 1 - window)
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:

@@ -198,6 +198,11 @@ def test_what_siblings_tell_needs_no_expected_lengths(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"tensor_parallel": 2}, r"tensor_parallel must be 1 for backend torch, got 2"),
+        ({"context_parallel": 2}, r"context_parallel must be 1 for backend torch, .*backend=fsdp2"),
+        (
+            {"context_parallel": 2, "backend": "fsdp2", "zero": 3},
+            r"context_exchange must be 'all-gather' for backend fsdp2.*context_exchange=all-gather",
+        ),
         (
             {"zero": 1, "data_parallel": 2},
             r"zero must be 0 .*: --set trainer\.2\.zero=0 does so, --set trainer\.2\.backend=deepspeed",

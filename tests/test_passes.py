@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamrl.executor import attention
 from streamrl.executor.pretrained import load_pretrained, load_reward_model
 from streamrl.executor.tokens import ID, LOGPROB
+from streamrl.executor.trainer.context import ContextRanks, ContextShare
 from streamrl.executor.trainer.passes import FILLED_TO, attend_apart, output_logprobs, passes
 from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.hardware.model_types import EXECUTED_TYPES
@@ -205,6 +206,74 @@ def test_one_call_for_all_rollouts_attends_as_one_call_for_each(
     together = attention.attend_packed(query, key, value, **own)
     assert calls == [(20, 20)]
     torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_context_ranks_attend_together_as_one_rank_does(
+    window: int | None, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    lengths, size = [11, 3, 22], 3
+    bounds = torch.tensor([0, 11, 14, 36], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, 36, 8) for heads in (4, 2, 2))
+    own: dict[str, Any] = {"lengths": lengths, "window": window, "scaling": 0.3}
+    alone = attention.attend_packed(query, key, value, bounds=bounds, **own)
+    if has_kernel:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _of_different_lengths)
+        monkeypatch.setattr(attention, "varlen_kernel", lambda *_: attention._by_torch)
+    monkeypatch.setattr(ContextShare, "whole", lambda _, tensor: tensor)  # no process group
+    computed = []
+    for rank in range(size):
+        share = ContextShare(ContextRanks(None, rank, size), 36)
+        tokens = share.indices()
+        assert len(tokens) == 12
+        computed.append((tokens, share.attend(query[:, :, tokens], key, value, **own)))
+    together = torch.empty_like(alone)
+    for tokens, attended in computed:
+        together[:, tokens] = attended
+    assert sorted(torch.cat([tokens for tokens, _ in computed]).tolist()) == list(range(36))
+    torch.testing.assert_close(together, alone)
+
+
+def _of_different_lengths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    *_: int,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention of sequences with fewer queries than keys, as flash attention documents it: both end together."""
+    parts = []
+    for number in range(len(cu_seq_q) - 1):
+        own = query[cu_seq_q[number] : cu_seq_q[number + 1]]
+        keys, values = (each[cu_seq_k[number] : cu_seq_k[number + 1]] for each in (key, value))
+        behind = torch.arange(len(own))[:, None] + len(keys) - len(own) - torch.arange(len(keys))
+        seen = behind >= 0 if window_size[0] < 0 else (behind >= 0) & (behind <= window_size[0])
+        by_head = (each.transpose(0, 1)[None] for each in (own, keys, values))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *by_head, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_the_values_of_all_context_ranks_are_those_of_the_sampled_tokens_in_order() -> None:
+    positions, size, num_tokens = torch.tensor([3, 4, 5, 17, 23]), 2, 24
+    shares = [ContextShare(ContextRanks(None, rank, size), num_tokens) for rank in range(size)]
+    gathered, of_rank = [], [share.own_positions(positions) for share in shares]
+    for share, (own, _, mine) in zip(shares, of_rank, strict=True):
+        tokens = share.indices()[own]
+        assert len(own) == len(mine) == 4
+        gathered.append(tokens)
+        is_own = torch.isin(positions[mine], share.indices())
+        assert (tokens == positions[mine])[is_own].all()
+    for _, places, _ in of_rank:
+        assert torch.equal(torch.cat(gathered)[places], positions)
 
 
 def test_the_kernel_for_all_rollouts_takes_what_it_is_given() -> None:

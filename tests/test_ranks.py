@@ -51,6 +51,7 @@ class Shape(NamedTuple):
     num_ranks: int
     zero: int
     tensor_parallel: int = 1
+    context_parallel: int = 1
 
 
 ALONE = Shape("torch", 1, 0)
@@ -59,6 +60,8 @@ SHAPES = [
     pytest.param(Shape("fsdp2", 1, 3), id="fsdp2-1", marks=pytest.mark.fsdp2),
     pytest.param(Shape("fsdp2", 2, 3), id="fsdp2-2", marks=pytest.mark.fsdp2),
     pytest.param(Shape("fsdp2", 2, 3, 2), id="fsdp2-2-tensor", marks=pytest.mark.fsdp2),
+    pytest.param(Shape("fsdp2", 2, 3, 1, 2), id="fsdp2-2-context", marks=pytest.mark.fsdp2),
+    pytest.param(Shape("fsdp2", 4, 3, 2, 2), id="fsdp2-4-both", marks=pytest.mark.fsdp2),
     *(
         pytest.param(
             Shape("deepspeed", num_ranks, zero),
@@ -88,6 +91,7 @@ async def trainer(
         zero=shape.zero,
         num_ranks=shape.num_ranks,
         tensor_parallel=shape.tensor_parallel,
+        context_parallel=shape.context_parallel,
         rendezvous=f"file://{rendezvous}",
         **{"learning_rate": RATE, **changes},
     )
@@ -105,7 +109,7 @@ async def trainer(
         )
         for rank in range(shape.num_ranks)
     ]
-    handles = RankHandles(ranks, lambda: rendezvous.unlink(missing_ok=True), shape.tensor_parallel)
+    handles = RankHandles(ranks, lambda: rendezvous.unlink(missing_ok=True), config.num_alike)
     try:
         yield remote(TrainerRole, handles), handles
     finally:
@@ -211,6 +215,7 @@ MOST_UNLIKE = (
     "fsdp2-1",
     "fsdp2-2",
     "fsdp2-2-tensor",
+    "fsdp2-2-context",
 )
 """Those that have least in common, for what goes through the same passes and steps as the others."""
 
@@ -440,6 +445,7 @@ LAYOUTS = {param.id: param.values[0] for param in SHAPES} | {"torch-1": ALONE}
             for pair in (
                 ("torch-1", "fsdp2-2"),
                 ("torch-1", "fsdp2-2-tensor"),
+                ("torch-1", "fsdp2-4-both"),
                 ("fsdp2-2", "fsdp2-2-tensor"),
                 ("fsdp2-2-tensor", "fsdp2-1"),
             )
@@ -521,7 +527,7 @@ def test_a_checkpoint_without_a_state_is_refused(model_path: str, tmp_path: Path
     async def go() -> None:
         async with trainer(model_path, tmp_path, ALONE, TRAINER) as (role, _):
             with pytest.raises(
-                RuntimeError, match="no optimizer state that this version reads; begin"
+                RuntimeError, match="no optimizer state that this version reads; begin a new"
             ):
                 await role.start(str(path))
 

@@ -55,6 +55,7 @@ LIMITS: tuple[Changes, ...] = (
     {"rollout.migration_transfer": "recompute"},
     {"policies.concurrency": "fixed"},
     {"trainer.packing": "padded"},
+    {"trainer.context_exchange": "all-gather"},
     {"trainer.kernels": "eager"},
     {"trainer.order": "sorted"},
     {"trainer.routing": "natural"},

@@ -97,6 +97,7 @@ PATHS = (
     RunPath(TRAINERS, "trainer.backend = fsdp2", "test-fsdp2", _FIVE_STEPS),
     RunPath(TRAINERS, "trainer.data_parallel > 1", "test", _ON_EVERY_TRAINER),
     RunPath(TRAINERS, "trainer.tensor_parallel > 1", "test-fsdp2", _SAVING),
+    RunPath(TRAINERS, "trainer.context_parallel > 1", "test-fsdp2", _SAVING),
     RunPath(TRAINERS, "trainer.recompute = none", "test", _WHOLE_RUN, "trainer", H200),
     RunPath(TRAINERS, "trainer.recompute = full", "test", _SAVING, "trainer", H200),
     RunPath(TRAINERS, "trainer.recompute = selective", "test", _SAVING, "memory", H200),

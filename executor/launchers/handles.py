@@ -415,7 +415,7 @@ class RankHandles(Handle):
         Args:
             ranks: their handles, in order.
             forget: removes the rendezvous file.
-            num_alike: ranks, next to each other, that get the same samples, because they share each layer.
+            num_alike: ranks, next to each other, that get the same samples, because they share each layer or the tokens of each pass.
         """
         self.ranks = list(ranks)
         self._num_alike = num_alike

@@ -76,6 +76,7 @@ class Launcher(ABC):
             "zero": own.zero,
             "num_ranks": num_ranks,
             "tensor_parallel": own.tensor_parallel,
+            "context_parallel": own.context_parallel,
         }
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
         return await self._start_ranks(number, ranks)

@@ -123,7 +123,7 @@ class LocalLauncher(Launcher):
         return RankHandles(
             await asyncio.gather(*ranks),
             lambda: rendezvous.unlink(missing_ok=True),
-            self._roles.trainers[number].tensor_parallel,
+            self._roles.trainers[number].ranks_alike,
         )
 
     async def _start_reward_model(self, number: int, config: Config) -> Handle:

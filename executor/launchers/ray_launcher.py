@@ -103,7 +103,7 @@ class RayLauncher(Launcher):
                 for actor, config, name in zip(actors, configs, names, strict=True)
             )
         )
-        return RankHandles(actors, lambda: None, self._roles.trainers[number].tensor_parallel)
+        return RankHandles(actors, lambda: None, self._roles.trainers[number].ranks_alike)
 
     async def _start_reward_model(self, number: int, config: Config) -> Handle:
         pool, name = self._roles.verifier.pool, f"reward-model-{number}"

@@ -5,7 +5,7 @@
 | torch            | `STATE_FILE`: the state of one optimizer, whole                                             |
 | fsdp2, deepspeed | `DIRECTORY`: each state of each weight, such as AdamW's first moment, under `WEIGHT/STATE`  |
 
-torch.distributed.checkpoint writes the directory. Each rank stores its parts of the weights.
+torch.distributed.checkpoint writes the directory.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def has_states(path: Path) -> bool:
 
 def no_state(path: Path) -> str:
     """Return the error of a checkpoint without a state that this version reads."""
-    remedy = "begin another run with its weights, with --set model.path and without --resume"
-    return f"{path}: it has no optimizer state that this version reads; {remedy}"
+    return f"{path}: no optimizer state that this version reads; begin a new run with --set model.path={path}"
 
 
 def states_by_name(saved: Mapping[str, Any], names: list[str]) -> Iterator[tuple[str, Any]]:
@@ -99,8 +98,7 @@ def states_by_name(saved: Mapping[str, Any], names: list[str]) -> Iterator[tuple
     groups = saved.get("param_groups", [])
     if len(groups) != 1 or len(groups[0]["params"]) != len(names):
         raise ValueError(
-            "the optimizer of the checkpoint is another one: resume with its algorithm.optimizer.name, or begin "
-            "another run with its weights, with --set model.path and without --resume"
+            "the checkpoint is of another optimizer; resume with its algorithm.optimizer.name"
         )
     for number, states in saved["state"].items():
         yield names[number], states

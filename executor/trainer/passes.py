@@ -23,9 +23,10 @@ The output layer runs only at positions before a sampled token. So prompts, padd
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from transformers.utils import ModelOutput
 from streamrl.executor.attention import attend_packed
 from streamrl.executor.sampling import WHOLE, Truncation
 from streamrl.executor.tokens import Ids
+from streamrl.executor.trainer.context import ContextRanks, ContextShare, context_of
 from streamrl.executor.trainer.losses import token_entropies, token_logprobs
 from streamrl.executor.trainer.sequences import TokenSequence
 from streamrl.runfile.roles_config import Packing
@@ -78,14 +80,38 @@ def passes(
         yield some
 
 
-def inputs_of(
-    sequences: list[TokenSequence], packing: Packing, device: torch.device, dtype: torch.dtype
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return a model's inputs for sequences, and the flattened positions before each sampled token.
+class PassInputs(NamedTuple):
+    """What a model computes in one pass of this rank."""
 
-    Positions, [n], are in the order of the sequences. If they are filled up (`FILLED_TO`), zeros follow.
-    """
-    multiple = FILLED_TO if device.type == "cpu" and dtype != torch.float32 else 1
+    inputs: dict[str, Any]
+    """Its keyword arguments."""
+    positions: torch.Tensor
+    """Flattened positions before each sampled token, in the order of the sequences. If they are filled up
+    (`FILLED_TO`), zeros follow."""
+    tokens: torch.Tensor
+    """The sampled token after each position."""
+    share: ContextShare | None
+    """The part of the pass that this rank computes; None if it computes all."""
+    places: torch.Tensor
+    """For each sampled token of the sequences, [n], its index among the computed ones of all context ranks."""
+
+    def of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of all sampled tokens of the sequences, [n, …], from those at `positions`."""
+        if self.share is not None:
+            return self.share.all_values(values, self.places)
+        return values[: len(self.places)]
+
+
+def inputs_of(
+    sequences: list[TokenSequence],
+    packing: Packing,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: ContextRanks | None = None,
+) -> PassInputs:
+    """Return a model's inputs for sequences; with context ranks, those of the part that this rank computes."""
+    filled = FILLED_TO if device.type == "cpu" and dtype != torch.float32 else 1
+    multiple = filled if ranks is None else math.lcm(filled, ranks.multiple)
     computed = [np.concatenate([s.prompt, s.tokens[:-1]]) for s in sequences]
     if packing == "packed":
         inputs, starts = _packed(computed, device, multiple)
@@ -97,7 +123,21 @@ def inputs_of(
             for start, sequence in zip(starts, sequences, strict=True)
         ]
     )
-    return inputs, fill_up(positions, len(positions) + -len(positions) % multiple).to(device)
+    sampled = flat([sequence.tokens[sequence.is_policy] for sequence in sequences]).long()
+    places, share = torch.arange(len(positions)), None
+    if ranks is not None:
+        share = ContextShare(ranks, inputs["input_ids"].shape[1])
+        inputs = share.inputs_of(inputs)
+        own, places, mine = share.own_positions(positions)
+        positions, sampled = own, sampled[mine]
+    size = len(positions) + -len(positions) % filled
+    return PassInputs(
+        inputs,
+        fill_up(positions, size).to(device),
+        fill_up(sampled, size).to(device),
+        share,
+        places,
+    )
 
 
 def fill_up(numbers: torch.Tensor, size: int) -> torch.Tensor:
@@ -151,6 +191,12 @@ def attend_rollouts(
     `query` is (1, heads, tokens, size); the result is (1, tokens, heads, size).
     """
     lengths, bounds = kwargs["rollout_lengths"], kwargs["rollout_bounds"]
+    share: ContextShare | None = kwargs.get("rollout_context")
+    if share is not None:
+        attended = share.attend(
+            query, key, value, lengths=lengths, window=sliding_window, scaling=scaling
+        )
+        return attended, None
     attended = attend_packed(
         query,
         key,
@@ -257,11 +303,17 @@ def output_logits(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Compute the outputs of layer `head` before each sampled token, [n, number of outputs]."""
-    inputs, positions = inputs_of(sequences, packing, model.device, dtype)
-    num = sum(sequence.num_trained for sequence in sequences)
-    with _computed_in(dtype, model.device), _only_positions(head, positions):
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    return logits[0, :num]
+    part = inputs_of(sequences, packing, model.device, dtype, context_of(model))
+    return part.of_all(_logits_of(model, head, part, dtype))
+
+
+def _logits_of(
+    model: Any, head: torch.nn.Module, part: PassInputs, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute the outputs of layer `head` at the positions of a pass."""
+    with _computed_in(dtype, model.device), _only_positions(head, part.positions):
+        logits: torch.Tensor = model(**part.inputs, use_cache=False).logits
+    return logits[0]
 
 
 def check_chunks(model: Any) -> None:
@@ -281,21 +333,20 @@ def _taken(
     chunk: int | None,
 ) -> torch.Tensor:
     """Compute the values of each sampled token, [n, any]."""
-    num = sum(sequence.num_trained for sequence in sequences)
-    sampled = flat([sequence.tokens[sequence.is_policy] for sequence in sequences])
+    part = inputs_of(sequences, packing, model.device, dtype, context_of(model))
     if chunk is None:
-        head = model.get_output_embeddings()
-        logits = output_logits(model, head, sequences, packing, dtype)
-        return take(logits, sampled.long().to(logits.device))
-    inputs, positions = inputs_of(sequences, packing, model.device, dtype)
-    tokens = fill_up(sampled, len(positions)).long().to(model.device)
+        logits = _logits_of(model, model.get_output_embeddings(), part, dtype)
+        if part.share is None:
+            num = len(part.places)
+            return take(logits[:num], part.tokens[:num])
+        return part.of_all(take(logits, part.tokens))
     whole = getattr(model, "module", model)  # DeepSpeed's engine wraps the model
     with _computed_in(dtype, model.device):
-        states, kind = _last_states(model, whole.base_model, inputs, positions)
+        states, kind = _last_states(model, whole.base_model, part.inputs, part.positions)
         of_chunk = partial(_taken_of_chunk, take, whole, kind)
-        parts = zip(torch.split(states, chunk), torch.split(tokens, chunk), strict=True)
+        parts = zip(torch.split(states, chunk), torch.split(part.tokens, chunk), strict=True)
         again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([again(*each) for each in parts])[:num]
+        return part.of_all(torch.cat([again(*each) for each in parts]))
 
 
 def _last_states(

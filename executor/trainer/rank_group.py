@@ -30,7 +30,7 @@ class RankGroup:
     def __init__(self, settings: TrainerSettings) -> None:
         """Connect to the other ranks; a single rank has a process group only if its backend needs one."""
         self.rank, self.size = settings.rank, settings.num_ranks
-        self._num_alike = settings.tensor_parallel
+        self._num_alike = settings.num_alike
         if settings.rendezvous is not None:
             # NCCL connects to the store again later.
             with closed_afterwards(keep_port=urlsplit(settings.rendezvous).port):

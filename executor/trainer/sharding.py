@@ -2,7 +2,10 @@
 
 Ranks form a mesh. The tensor-parallel rank varies fastest, as in `streamrl.executor.launchers.placement`:
 
-    rank = data * tensor_parallel + tensor
+    rank = (data * context_parallel + context) * tensor_parallel + tensor
+
+Context ranks share the tokens of each pass (`streamrl.executor.trainer.context`). They split the weights as data-parallel
+ranks do, so "data-parallel" in the table means both.
 
 | tensors                         | over tensor-parallel ranks | over data-parallel ranks              |
 |---------------------------------|----------------------------|---------------------------------------|
@@ -35,10 +38,11 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from streamrl.executor.trainer.context import ContextRanks
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from streamrl.executor.trainer.training_backend import broadcast_buffers
 
-DATA, TENSOR = "data", "tensor"
+DATA, CONTEXT, TENSOR = "data", "context", "tensor"
 """Names of the dimensions of a mesh."""
 OF_HEADS = "replicated_with_grad_allreduce"
 """transformers' name for norms of queries and keys: each rank normalizes its own heads with the same weights."""
@@ -85,11 +89,22 @@ def shard(settings: TrainerSettings, model: Any, *, learns: bool) -> list[Any]:
         _add_up(unit)
     model.to(settings.device)  # the remaining tensors: positions, masks
     broadcast_buffers(model)
+    model.context_ranks = context_ranks_of(settings)
     return [unit for _, unit in units]
 
 
+def context_ranks_of(settings: TrainerSettings) -> ContextRanks | None:
+    """Return this rank's group of context ranks; None without them. Every rank must call this."""
+    if settings.context_parallel == 1:
+        return None
+    context, tensor = settings.context_parallel, settings.tensor_parallel
+    shape = (settings.num_ranks // context // tensor, context, tensor)
+    mesh = init_device_mesh(settings.device, shape, mesh_dim_names=(DATA, CONTEXT, TENSOR))[CONTEXT]
+    return ContextRanks(mesh.get_group(), mesh.get_local_rank(), context)
+
+
 def mesh_of(settings: TrainerSettings) -> DeviceMesh:
-    """Return the mesh of all ranks."""
+    """Return the mesh of all ranks, with context ranks among the data-parallel ones."""
     tensor = settings.tensor_parallel
     shape = (settings.num_ranks // tensor, tensor)
     return init_device_mesh(settings.device, shape, mesh_dim_names=(DATA, TENSOR))
@@ -111,7 +126,8 @@ def num_copies(tensor: torch.Tensor, num_ranks: int) -> float:
     sizes = zip(tensor.placements, mesh.shape, strict=True)
     shards = 1
     for placement, size in sizes:
-        shards *= size if placement.is_shard() else 1
+        # Not `is_shard`: rows that FSDP splits once more have a placement of another class.
+        shards *= 1 if placement.is_replicate() else size
     return num_ranks / shards
 
 

@@ -115,6 +115,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """ZeRO stage of deepspeed; torch supports only 0, and fsdp2 always splits everything."""
     tensor_parallel: int = 1
     """Ranks that share each layer, and the same rollouts; only for fsdp2."""
+    context_parallel: int = 1
+    """Ranks that share the tokens of each pass, and so the same rollouts; only for fsdp2 and packed passes."""
     reshard_after_forward: bool = True
     """For fsdp2: whether layers are freed after the forward pass, and gathered again for the backward pass."""
     offload: bool = False
@@ -137,6 +139,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 return self.second_moment
             case _:
                 return self.correction_cap
+
+    @property
+    def num_alike(self) -> int:
+        """Return the number of ranks, next to each other, that get the same rollouts."""
+        return self.tensor_parallel * self.context_parallel
 
     @property
     def splits_weights(self) -> bool:
@@ -170,9 +177,10 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} must be above 0, got {getattr(self, field)}")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank must be below num_ranks={self.num_ranks}, got {self.rank}")
-        if self.num_ranks % self.tensor_parallel:
+        if self.num_ranks % self.num_alike:
             raise ValueError(
-                f"tensor_parallel must divide num_ranks={self.num_ranks}, got {self.tensor_parallel}"
+                f"tensor_parallel={self.tensor_parallel} x context_parallel={self.context_parallel} must divide "
+                f"num_ranks={self.num_ranks}"
             )
         if not self.correction_cap >= 1:
             raise ValueError(f"correction_cap must be at least 1, got {self.correction_cap}")

@@ -234,6 +234,8 @@ class TrainingChoice:
     """Values of `trainer.sharding` that it accepts."""
     splits_layers = False
     """Whether tensor-parallel ranks can share each layer."""
+    splits_tokens = False
+    """Whether context ranks can share the tokens of each pass."""
     keeps_gathered = False
     """Whether it can keep weights gathered between forward and backward pass (`trainer.reshard_after_forward`)."""
     offloads_optimizer = False
@@ -272,13 +274,14 @@ class DeepSpeed(TrainingChoice):
 
 
 class Fsdp2(TrainingChoice):
-    """torch's FSDP2 (`fully_shard`), with tensor parallelism."""
+    """torch's FSDP2 (`fully_shard`), with tensor and context parallelism."""
 
     backend = "streamrl.executor.trainer.fsdp2_backend:Fsdp2Backend"
     split = "streamrl.executor.trainer.fsdp2_backend:make_split"
     always_splits = True
     shardings = ("fsdp2",)
     splits_layers = True
+    splits_tokens = True
     keeps_gathered = True
     offloads_optimizer = True
     always_has_ranks = True

@@ -395,12 +395,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     its context ranks share them. A longer rollout has a pass of its own.
     """
     context_parallel: int = 1
-    """Simulated: context ranks: each computes an equal share of the tokens and work of every
-    sequence. Each holds all weights of its tensor ranks. Data-parallel ranks are divided by this
-    number.
+    """Context ranks: each computes an equal share of the tokens and work of every sequence. ZeRO
+    counts them as data-parallel ranks. `execute` needs backend fsdp2, packed passes and
+    `context_exchange` all-gather.
     """
     context_exchange: ContextExchange = "ring"
-    """Simulated: how context ranks attend to each other's tokens. ring: keys and values pass from
+    """How context ranks attend to each other's tokens; only all-gather is executed. ring: keys and values pass from
     rank to rank while attention computes (Megatron's p2p, ring attention). all-gather: keys and
     values are gathered first (Llama 3). all-to-all: each rank gets all tokens for its share of
     the heads (Ulysses, in verl and DeepSpeed).
@@ -497,7 +497,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     backend: TrainerBackend = "torch"
     """Executed. torch: all weights and optimizer states on every data-parallel rank (`zero = 0`
     with several ranks). deepspeed: sharded by `zero`. fsdp2: sharded by PyTorch's FSDP2 (`zero = 3`
-    with several ranks), also with `tensor_parallel` for dense models.
+    with several ranks), also with `context_parallel`, and with `tensor_parallel` for dense models.
     """
     start_time: Duration = Duration(0.0)
     """Simulated: seconds until a started trainer is ready."""
@@ -516,6 +516,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     def copies(self) -> int:
         """Ranks that hold the same non-expert weights, and shard by `zero`."""
         return self.data_parallel * self.context_parallel
+
+    @property
+    def ranks_alike(self) -> int:
+        """Ranks, next to each other, that train on the same rollouts: tensor and context ranks."""
+        return self.tensor_parallel * self.context_parallel
 
     @property
     def expert_copies(self) -> int:

@@ -650,10 +650,11 @@ def _limits_of_layout(
 ) -> Iterator[Limit]:
     """Yield the limits on how the ranks of a trainer split a model."""
     of_backend = f"for backend {trainer.backend}"
-    splits = ("pipeline_parallel", "expert_parallel", "context_parallel", "expert_tensor_parallel")
+    splits = ("pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
     for name in splits:
         degree = getattr(trainer, name) or 1
         yield Limit(f"{key}.{name}", degree, degree == 1, f"1 {of_backend}")
+    yield from _limits_of_context(key, trainer)
     tensor = trainer.tensor_parallel
     splits_layers = training_backend_named(trainer.backend).splits_layers
     yield Limit(
@@ -677,6 +678,32 @@ def _limits_of_layout(
         tensor,
         shape.num_heads % tensor == 0 and shape.num_kv_heads % tensor == 0,
         f"a divisor of the {shape.num_heads} heads and {shape.num_kv_heads} key/value heads of the model",
+    )
+
+
+def _limits_of_context(key: str, trainer: TrainerConfig) -> Iterator[Limit]:
+    """Yield the limits on ranks that share the tokens of a pass."""
+    degree, of_backend = trainer.context_parallel, f"for backend {trainer.backend}"
+    yield Limit(
+        f"{key}.context_parallel",
+        degree,
+        degree == 1 or training_backend_named(trainer.backend).splits_tokens,
+        f"1 {of_backend}",
+        f"--set {key}.backend=fsdp2 --set {key}.zero=3 --set {key}.context_exchange=all-gather shares the tokens of a pass",
+    )
+    yield Limit(
+        f"{key}.context_exchange",
+        trainer.context_exchange,
+        degree == 1 or trainer.context_exchange == "all-gather",
+        f"'all-gather' {of_backend}, which gathers keys and values in each layer",
+        f"--set {key}.context_exchange=all-gather",
+    )
+    yield Limit(
+        f"{key}.packing",
+        trainer.packing,
+        degree == 1 or trainer.packing == "packed",
+        "'packed' with context ranks",
+        f"--set {key}.context_parallel=1",
     )
 
 
@@ -721,7 +748,7 @@ def _limits_of_zero(
         yield Limit(
             f"{key}.zero",
             trainer.zero,
-            trainer.zero == 3 or trainer.data_parallel == 1,
+            trainer.zero == 3 or trainer.copies == 1,
             f"3 {of_backend}, which splits optimizer, gradients and weights over its ranks",
             f"--set {key}.backend=deepspeed has the other stages",
         )
