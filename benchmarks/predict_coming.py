@@ -1,6 +1,7 @@
 """Predict RL steps whose seconds were not read yet, and add them with date and commit to docs/predictions.md.
 
-    python -m benchmarks.predict_coming    a minute
+    python -m benchmarks.predict_coming              a minute
+    python -m benchmarks.predict_coming --lending    two minutes: what verl gains by lending GPUs of its trainer
 
 profiles/published/coming_steps.toml has the steps. A later version fills in what was published, and moves the
 steps to rl_steps.toml. Earlier predictions on the page are never changed.
@@ -8,12 +9,16 @@ steps to rl_steps.toml. Earlier predictions on the page are never changed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from math import sqrt
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from streamrl.hardware.profiles import PROFILES
 from streamrl.record.band import model_error_of
+from streamrl.runfile.files import load_run
 from streamrl.sim.fidelity.rl_steps import (
     Published,
     Simulated,
@@ -23,6 +28,7 @@ from streamrl.sim.fidelity.rl_steps import (
 )
 from streamrl.sim.fidelity.scorecard import stamp
 from streamrl.sim.parallel import worker_pool
+from streamrl.sim.steady_state import measure_steady
 
 COMING = PROFILES / "published" / "coming_steps.toml"
 PAGE = Path("docs/predictions.md")
@@ -33,18 +39,21 @@ commit stand above it. A later version fills in the last column, and never chang
 
 `python -m benchmarks.predict_coming` adds a section for the steps of `profiles/published/coming_steps.toml`.
 """
+LONGEST = 20480
+"""Maximum output tokens at a scale of 1."""
 STAGES = ("generation", "score", "train", "refit")
 
 
 def main() -> None:
     """Add a section to the page."""
+    if sys.argv[1:] == ["--lending"]:
+        _append(_lending_section())
+        return
     steps = load_published(COMING)
     with worker_pool() as pool:
         wanted = [(step, choice) for step in steps for choice in choices_of(step)]
         found = list(pool.map(simulate_step, *zip(*wanted, strict=True)))
-    before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else HEAD
-    lines = [before.rstrip(), "", f"## {stamp()}", ""]
-    lines += list(_assumptions(steps))
+    lines = [f"## {stamp()}", "", *_assumptions(steps)]
     lines += [
         "",
         f"| step | seconds (band) | {' | '.join(STAGES)} | published |",
@@ -53,7 +62,54 @@ def main() -> None:
     for step in steps:
         ours = [each for (one, _), each in zip(wanted, found, strict=True) if one is step and each]
         lines.append(_line(step, ours))
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _append(lines)
+
+
+def _append(lines: list[str]) -> None:
+    """Add lines at the end of the page."""
+    before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else HEAD
+    PAGE.write_text("\n".join([before.rstrip(), "", *lines]) + "\n", encoding="utf-8")
+
+
+LENDING = Path("benchmarks/verl-lending.toml")
+SPLITS = {"24 H100: 16 train, 8 generate": 8, "32 H100: 16 train, 16 generate": 16}
+"""Number of replicas by the words for a split of GPUs; each replica has one GPU."""
+SCALES = {"1,000": 0.2, "2,000": 0.4, "3,000": 0.6}
+"""Scale of lengths by mean output tokens."""
+RULES = (
+    "Inputs: the rules and defaults of `trainer.v1.separate_async.hybrid_rollout` (verl-project/verl, "
+    "verl/trainer/ppo/v1/trainer_separate_async.py), with waits summed over four steps, and the assumptions that benchmarks/verl-lending.toml marks: "
+    "Qwen3-8B, 64 prompts of 16 rollouts, lengths of math and code, two nodes that train with FSDP2. "
+    "The published gain was not read."
+)
+
+
+def _lending_section() -> list[str]:
+    """Return what lending changes, by split of GPUs and mean length."""
+    lines = [f"## {stamp()}: verl lends GPUs of its trainer", "", RULES, ""]
+    lines += ["| GPUs | mean tokens | step without, s | step with, s | change | published |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for gpus, replicas in SPLITS.items():
+        for tokens, scale in SCALES.items():
+            changes = {
+                "rollout.replicas": replicas,
+                "cluster.pools.h100.nodes": (16 + replicas) // 8,
+                "workload.lengths.scale": scale,
+                "rollout.max_tokens": round(scale * LONGEST),
+            }
+            lent = load_run(LENDING, changes)
+            without, with_lending = (
+                measure_steady(run).step_time for run in (replace(lent, lending=None), lent)
+            )
+            change = with_lending / without - 1
+            lines.append(
+                f"| {gpus} | {tokens} | {without:.1f} | {with_lending:.1f} | {change:+.1%} | not read |"
+            )
+    return [
+        *lines,
+        "",
+        "Both runs have the same prompts and lengths, so errors of the cost model cancel in part.",
+    ]
 
 
 def _assumptions(steps: list[Published]) -> Iterator[str]:

@@ -8,10 +8,11 @@ computed again. The rules and the default values are those of verl's `trainer.v1
     lend if     missing x wait_time x gain > switch_time
     gain        1 - capacity of other replicas / capacity of all replicas
     missing     rollouts that are not ready, up to the share
-    wait_time   seconds for each missing rollout in the last step, if nothing had been lent
+    wait_time   seconds for each missing rollout in the last four steps, if nothing had been lent
     switch_time mean of the last three switches, there and back
 
-Our addition: if no rollout waits when GPUs are lent, other replicas hand over the rollouts that they got last.
+Our additions: waits are summed over four steps, because batches that are generated together make steps of alternating
+length; and if no rollout waits when GPUs are lent, other replicas hand over the rollouts that they got last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from statistics import fmean
+from typing import NamedTuple
 
 from streamrl.engine.engine import Policy
 from streamrl.engine.entities import Replica
@@ -35,6 +37,23 @@ IDLE_SHARE = 0.05
 """Share of a step in which a trainer may wait without counting as waiting. verl has 2 s; a share suits steps of any
 length.
 """
+
+
+STEPS = 4
+"""Steps whose waits are summed: an even number, for steps that alternate."""
+
+
+class StepWait(NamedTuple):
+    """How long the trainer waited for rollouts in a step."""
+
+    step_time: float
+    """Seconds of the step."""
+    waited: float
+    """Seconds in which the trainer waited although it had its GPUs."""
+    alone: float
+    """Seconds in which it would have waited if it had lent nothing."""
+    lacked: int
+    """Rollouts that were not ready at the beginning."""
 
 
 class LendTrainer:
@@ -55,7 +74,7 @@ class LendTrainer:
         self._began_at = self._lent_time = 0.0
         self._num_ready = 0
         """Rollouts that were ready at the beginning of the step."""
-        self._wait_time: float | None = None
+        self._waits = deque[StepWait](maxlen=STEPS)
         self._to_lend, self._to_return = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
         """Seconds of the last switches."""
         self._lending_since: float | None = None
@@ -108,10 +127,12 @@ class LendTrainer:
         missing = self._threshold(state) - self._num_ready
         if missing <= 0 or state.is_stopping:
             return False
-        if self._wait_time is None or not self._to_lend or not self._to_return:
+        lacked = sum(each.lacked for each in self._waits)
+        if not lacked or not self._to_lend or not self._to_return:
             return True
+        wait_time = sum(each.alone for each in self._waits) / lacked
         switch_time = fmean(self._to_lend) + fmean(self._to_return)
-        return missing * self._wait_time * _gain(state) > switch_time
+        return missing * wait_time * _gain(state) > switch_time
 
     def _learn(self, state: State, step: tuple[int, int]) -> None:
         """Measure the last step, unless the trainer was lost in it."""
@@ -122,12 +143,13 @@ class LendTrainer:
             return
         step_time = state.now - self._began_at
         waited = max(0.0, step_time - self._lent_time - last.training_time)
-        lacked = state.leader.rollouts_per_step - self._num_ready
-        if lacked > 0:
-            alone = self._lent_time / (1 - _gain(state))
-            self._wait_time = (alone + waited) / lacked
+        lacked = max(0, state.leader.rollouts_per_step - self._num_ready)
+        alone = self._lent_time / (1 - _gain(state)) + waited
+        self._waits.append(StepWait(step_time, waited, alone, lacked))
         if self.adapts:
-            self._adapt(state, has_waited=waited > IDLE_SHARE * step_time)
+            waited = sum(each.waited for each in self._waits)
+            limit = IDLE_SHARE * sum(each.step_time for each in self._waits)
+            self._adapt(state, has_waited=waited > limit)
 
     def _adapt(self, state: State, *, has_waited: bool) -> None:
         """Take GPUs back later if the trainer waited afterwards, and earlier if it did not."""
