@@ -77,10 +77,10 @@ SPLITS = {"24 H100: 16 train, 8 generate": 8, "32 H100: 16 train, 16 generate": 
 SCALES = {"1,000": 0.2, "2,000": 0.4, "3,000": 0.6}
 """Scale of lengths by mean output tokens."""
 RULES = (
-    "Inputs: the rules and defaults of `trainer.v1.separate_async.hybrid_rollout` (verl-project/verl, "
-    "verl/trainer/ppo/v1/trainer_separate_async.py), with waits summed over four steps, and the assumptions that benchmarks/verl-lending.toml marks: "
-    "Qwen3-8B, 64 prompts of 16 rollouts, lengths of math and code, two nodes that train with FSDP2. "
-    "The published gain was not read."
+    "Rules and defaults: `trainer.v1.separate_async.hybrid_rollout` of verl "
+    "(verl/trainer/ppo/v1/trainer_separate_async.py), with waits summed over four steps. "
+    "Assumptions (benchmarks/verl-lending.toml): Qwen3-8B, 64 prompts of 16 rollouts, lengths of math and code, "
+    "two nodes that train with FSDP2. The published gain was not read."
 )
 
 

@@ -11,8 +11,8 @@ computed again. The rules and the default values are those of verl's `trainer.v1
     wait_time   seconds for each missing rollout in the last four steps, if nothing had been lent
     switch_time mean of the last three switches, there and back
 
-Our additions: waits are summed over four steps, because batches that are generated together make steps of alternating
-length; and if no rollout waits when GPUs are lent, other replicas hand over the rollouts that they got last.
+Two rules are our additions. Waits are summed over four steps, because batches that are generated together make steps of
+alternating length. If no rollout waits when GPUs are lent, other replicas hand over the rollouts that they got last.
 """
 
 from __future__ import annotations
