@@ -100,13 +100,9 @@ def step_lines() -> Iterator[dict[str, Any]]:
         )
     worse = json.loads(found.stdout)
     longer = [worse[name] / usual[name] - 1 for name in usual]
-    shares = np.quantile(longer, [0.5, 0.9]) / (WORSE - 1)
-    yield {
-        "constants": number,
-        "steps": len(longer),
-        "median": round(float(shares[0]), 3),
-        "p90": round(float(shares[1]), 3),
-    }
+    median, p90 = (round(float(each), 4) for each in np.quantile(longer, [0.5, 0.9]))
+    worse = round(WORSE - 1, 4)
+    yield {"constants": number, "worse": worse, "steps": len(longer), "median": median, "p90": p90}
 
 
 def published_seconds() -> dict[str, float]:

@@ -87,8 +87,22 @@ class CodeConstant(ProfileTable, frozen=True, kw_only=True):
     rests_on: list[str] = msgspec.field(default_factory=list)
 
 
+class RestingSeconds(ProfileTable, frozen=True, kw_only=True):
+    """How much longer published RL steps take with worse unverified constants (benchmarks/check_constants.py)."""
+
+    constants: int
+    """Unverified constants that take part in seconds."""
+    worse: float
+    """Share by which all of them are changed."""
+    steps: int
+    median: float
+    p90: float
+
+
 class Registry(ProfileTable, frozen=True, kw_only=True):
     """The file profiles/constants.toml."""
+
+    unverified: RestingSeconds
 
     profile: list[ProfileConstant]
     code: list[CodeConstant]
@@ -308,7 +322,7 @@ def _spread_over_sources(steps: Sequence[PublishedStep]) -> list[PublishedStep]:
 def page_lines() -> Iterator[str]:
     """Yield the lines of the page."""
     found = [each for each in all_constants() if each.kind != "numerics"]
-    count = Counter(each.standing for each in found)
+    count, resting = Counter(each.standing for each in found), registry().unverified
     yield from (
         "# Constants of the cost model, and their sources",
         "",
@@ -318,11 +332,19 @@ def page_lines() -> Iterator[str]:
         f"**{count['verified']} constants rest on two independent sources or more. {count['**unverified**: one source']} rest on one",
         f"source, and {count['**unverified**: assumption']} on an assumption: they are marked as unverified.** The other",
         f"{count['exact']} are defaults that were read in a program, figures of a datasheet, or arithmetic. {count[ONE_TABLE]} are fits to an",
-        "operator table of one GPU. The limit of such a rate may exceed the peak of the datasheet: no product is large enough to reach it.",
+        "operator table of one GPU.",
+        "",
+        f"{resting.constants} unverified constants take part in seconds; the others are about memory and dollars. **If all of these were {resting.worse:.0%}",
+        f"worse at once, a published RL step would take {resting.median:.1%} longer (median of {resting.steps} steps; {resting.p90:.1%} at p90).** `python -m",
+        "benchmarks.check_constants steps` measures this.",
+        "",
+        "The limit of a fitted rate may exceed the peak of the datasheet: no product is large enough to reach it.",
         "",
         "One publication, repository or log is one source, however many rows it has. For a constant that was fitted to published",
-        f"steps, a source counts if a change of the constant by {SHIFT - 1:.0%} moves one of its steps by {MOVED:.1%}. Two sources do not make",
-        "a constant right: errors of predictions are on [fidelity](fidelity.md).",
+        f"steps, a source counts if a change of the constant by {SHIFT - 1:.0%} moves one of its steps by {MOVED:.1%}. Nothing is fitted to",
+        "served points. They count for a constant of an engine if their mean error is least at 0.75 to 1.5 times its value, and rises by",
+        "0.5 points without it (`python -m benchmarks.check_constants engines`). Two sources do not make a constant right: errors of",
+        "predictions are on [fidelity](fidelity.md).",
     )
     groups: dict[str, list[Constant]] = defaultdict(list)
     for each in found:
