@@ -50,7 +50,8 @@ step becomes worse without each of them, except without: {useless}. Keys of memo
 
 Each line takes one correction away from all published steps that have it. It compares the errors of their stages with it
 and without it. A correction that improves only whole steps may cancel another error, so stages come first. Inputs that a
-source does not state have the first of their values, so errors differ a little from those of [fidelity](fidelity.md).
+source does not state have the first of their values, so errors differ a little from those of [fidelity](fidelity.md). Terms
+that are no keys are taken away from steps with published stages, from refits and switches, and from synchronous steps on GB200.
 
 `make bench-ablation` writes this page ({stamp}). It takes five minutes on two cores.
 
@@ -104,13 +105,18 @@ def find_lines(published: Sequence[Published]) -> Iterator[Line]:
             rows = stage_rows(steps, pool)
             yield from _compared(correction, [with_all[row.name] for row in rows], rows)
     for term in TERMS:
-        steps = [step for step in published if term.touches(make_run(step.table))]
+        steps = [step for step in published if _tells(step) and term.touches(make_run(step.table))]
         with worker_pool(
             term.take_away
         ) as pool:  # new processes, which have nothing in their caches
             rows = [*stage_rows(steps, pool), *pool.submit(switch_rows).result()]
         changed = [row for row in rows if row.predicted != with_all[row.name].predicted]
         yield from _compared(term.name, [with_all[row.name] for row in changed], changed)
+
+
+def _tells(step: Published) -> bool:
+    """Whether a step is simulated without each term: its stages are published, or it is synchronous on Grace hosts."""
+    return len(step.stages) > 1 or (_is_on_grace(make_run(step.table)) and not step.most_ahead)
 
 
 def _with_first_inputs(step: Published) -> Published:
