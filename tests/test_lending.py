@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from streamrl.cli.watch_run import RunWatch
 from streamrl.engine.messages import (
     Abort,
     Generate,
@@ -175,6 +178,19 @@ def test_the_share_rises_while_the_trainer_waits_and_falls_while_it_does_not() -
         before = policy.until
         policy._adapt(s.state, has_waited=has_waited)
         assert policy.until - before == pytest.approx(change)
+
+
+def test_a_run_shows_rollouts_of_lent_replicas_and_no_sleeping_replica_as_starting() -> None:
+    s, _ = begun(**{"policies.system": "stream-sync"})
+    run, console = s.run, Console(file=io.StringIO())
+    watch = RunWatch(4, [kind.max_running for kind in run.replica_kinds], console)
+    watch.see(Lent(2, 0, 0.1), s.state, 1.0)
+    assert "1 of 3 replicas start" in watch._facts
+    s.tell(Lent(2, 0, 0.1))
+    s.finish(0, 1)
+    s.tell(TakenBack(2, 0.1))
+    watch.see(TakenBack(2, 0.1), s.state, 2.0)
+    assert s.state.fleet.asleep and "start" not in watch._facts
 
 
 # What it takes ------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def execute(
     try:
         with RunWatch(
             run.algorithm.steps,
-            [kind.max_running for kind in run.rollout.kinds],
+            [kind.max_running for kind in run.replica_kinds],
             SafeConsole(stderr=True, quiet=quiet),
         ) as watch:
             how = _how_to_resume(run_file, overrides or ())

@@ -174,8 +174,10 @@ class RunWatch:
                 f"reward {sum(self._rewards) / len(self._rewards):.3f}; " if self._rewards else ""
             )
             speed = f"{self._tokens / max(now, 1e-9):,.0f} tokens/s"
-            coming = sum(not replica.is_serving for replica in state.fleet.replicas.values())
-            starting = f"{coming} of {state.fleet.num_wanted} replicas start; " if coming else ""
+            fleet = state.fleet
+            coming = sum(not replica.is_serving for replica in fleet.replicas.values())
+            coming -= len(fleet.asleep)
+            starting = f"{coming} of {fleet.num_wanted} replicas start; " if coming else ""
             self._facts = f"{starting}{reward}rollouts: {self._count(state)}; {speed}"
             self._bar.update(self._task, completed=version, facts=self._shown_facts())
 
