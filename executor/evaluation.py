@@ -136,8 +136,14 @@ class HeldOut:
         seed: int | None,
         write_rollout: Write,
         write_result: Callable[[EvaluationResult], None],
+        *,
+        is_alone: bool = False,
     ) -> None:
-        """Take the prompts, what scores their rollouts, the seed of rollouts that have one, and where results go."""
+        """Take the prompts, what scores their rollouts, the seed of rollouts that have one, and where results go.
+
+        `is_alone` if the run trains nothing: its version has not the number of the step whose weights it evaluates.
+        """
+        self._is_alone = is_alone
         self._config = config
         self._max_tokens = max_tokens
         self._prompts = prompts
@@ -223,16 +229,20 @@ class HeldOut:
         """Write the result of an evaluation that has ended, and log it."""
         running, self._running = self._running, None
         if running is None or command.reason:
-            logger.info(f"evaluation of step {command.version} ended: {command.reason}")
+            logger.info(f"evaluation{self._of(command.version)} ended: {command.reason}")
             return
         if not running.rewards:
             logger.warning(
-                f"evaluation of step {command.version} has no score: all rollouts failed"
+                f"evaluation{self._of(command.version)} has no score: all rollouts failed"
             )
             return
         result = self._result(running, now)
-        logger.info(say(result))
+        logger.info(f"evaluation{self._of(result.step)}: {say(result)}")
         self._write_result(result)
+
+    def _of(self, version: int) -> str:
+        """Return the step in the words of a log line; nothing if the run only evaluates a model."""
+        return "" if self._is_alone else f" of step {version}"
 
     def _result(self, running: _Running, now: float) -> EvaluationResult:
         rewards, num = by_prompt(running.rewards, self._config.samples), len(running.rewards)
@@ -256,6 +266,6 @@ def say(result: EvaluationResult) -> str:
     scores = ", ".join(f"{name} {score}" for name, score in result.scores.items())
     failed = f"; {result.num_failed} rollouts failed and are left out" if result.num_failed else ""
     return (
-        f"evaluation of step {result.step}: {scores} at {result.confidence:.0%} confidence, "
+        f"{scores} at {result.confidence:.0%} confidence, "
         f"{result.num_prompts} prompts, {result.seconds:.1f} s{failed}"
     )

@@ -426,6 +426,7 @@ async def _execute_in(
             seed,
             directory.write_evaluated,
             directory.write_evaluation,
+            is_alone=run.algorithm.steps == 0,
         )
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:

@@ -279,7 +279,9 @@ def test_doctor_and_execute_read_what_the_run_file_names(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"^workload\.prompts: 5 lines .* no 'answer'"):
         check_prompts(make_run(table).verifier, make_run(table).workload)
     (wrong,) = [f for f in examine(table, NOWHERE).findings if f.name == "prompts"]
-    assert wrong.level == "error" and "workload.fields" in wrong.fix
+    assert (
+        wrong.level == "error" and "workload.fields" in wrong.text and "the text names" in wrong.fix
+    )
 
 
 def test_a_ranker_reads_a_runs_prompts_as_the_run_did(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from streamrl.engine.messages import (
+    DrawEvaluation,
     EndEvaluation,
     Evaluate,
     Evaluated,
@@ -22,6 +24,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.trace import read_trace, replay
+from streamrl.executor.evaluation import HeldOut
 from streamrl.executor.sampling import GREEDY, Sampling, Truncation, sampling_of
 from streamrl.record.evaluation import (
     EVALUATED,
@@ -104,6 +107,25 @@ def test_a_replica_killed_in_an_evaluation_loses_none_of_its_rollouts(tmp_path: 
     results = read_evaluations(tmp_path / "run")
     assert [(each.step, each.num_failed) for each in results] == [(0, 0), (2, 0), (4, 0)]
     assert replay(read_trace(tmp_path / "run" / "trace.jsonl"), checks_invariants=True) is None
+
+
+@pytest.mark.parametrize(
+    ("is_alone", "what"), [(True, "evaluation: "), (False, "evaluation of step 0: ")]
+)
+def test_a_log_line_names_a_step_only_where_the_run_trains(
+    is_alone: bool, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own: Any = EvaluationConfig(share=0.5, samples=1)
+    nothing: Any = lambda *_: None  # noqa: E731
+    held_out = HeldOut(own, 8, [], nothing, None, nothing, nothing, is_alone=is_alone)
+    held_out.draw(DrawEvaluation(0), 0.0)
+    running = held_out._running
+    assert running is not None
+    running.rewards.append((0, 1.0))
+    running.tokens.append(3)
+    with caplog.at_level(logging.INFO):
+        held_out.end(EndEvaluation(0), 1.0)
+    assert caplog.messages[0].startswith(what)
 
 
 def test_a_resumed_run_does_not_evaluate_its_checkpoint_again(tmp_path: Path) -> None:

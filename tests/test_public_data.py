@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.executor.verifier.reward_checks import check_prompts
+from streamrl.executor.verifier.reward_checks import check_prompts, check_sources
 from streamrl.executor.verifier.scorers import first_group
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.runfile.workload_config import SourceConfig, WorkloadConfig
@@ -229,6 +229,15 @@ def test_a_solution_that_fails_its_tests_is_refused_before_the_run(tmp_path: Pat
     assert "own answer" in refusal(saved(tmp_path, row), config("unit-tests"))
     row["solution"] = "def f(): return 1"
     assert refusal(saved(tmp_path, row), config("unit-tests")) == ""
+
+
+@pytest.mark.parametrize("record", [{"solution": "3"}, {"answer": "3\nthen 4"}])
+def test_a_remedy_names_the_columns_of_its_own_data_set(record: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path, {"prompt": "1+2?", **record})
+    held_out = read(path)._replace(key="evaluation.prompts")
+    with pytest.raises(ValueError, match=r"in evaluation\.fields\.answer") as told:
+        check_sources(config("exact"), [held_out])
+    assert "workload.fields" not in str(told.value)
 
 
 def test_a_missing_answer_names_the_columns(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from streamrl.runfile.scorer_choice import function_of, scorer_names
 from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
+AS_IT_SAYS = "add the field, or name its column with the key that the text names"
+
 
 def find(run: Run) -> Iterator[Finding]:
     """Yield findings on prompts, reward model and run directory; of a run without weights, only on its scorers."""
@@ -81,6 +83,8 @@ def _find_prompts(
         fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
         if isinstance(error, RunError):
             fix = f"change {error.key}"
+        elif "fields." in str(error):
+            fix = AS_IT_SAYS
         yield _finding("error", "prompts", str(error), fix)
         return
     lacks = []
@@ -97,7 +101,7 @@ def _find_prompts(
         if rewards:
             check_prompts(verifier, workload)
     except ValueError as error:
-        fix = "add it, or name the column that has it in workload.fields, or choose another verifier.scorer"
+        fix = f"{AS_IT_SAYS}, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)
         return
     refusal, notes = tokenize()
@@ -106,6 +110,8 @@ def _find_prompts(
         yield _finding("warning", name, note, "correct the files, or leave it as it is")
     if not lacks and refusal:
         fix = "leave it out, or set workload.max_prompt_tokens to what prompts have"
+        if "fields." in refusal:
+            fix = AS_IT_SAYS
         yield _finding("error", "prompts", refusal, fix)
     elif not lacks:
         num_prompts = sum(len(source.records) for source in sources)

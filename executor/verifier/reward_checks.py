@@ -10,7 +10,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.executor.verifier.scorers import Scorer, is_scored, make_scorer
+from streamrl.executor.verifier.scorers import OWN_FIELDS, Scorer, is_scored, make_scorer
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.resolved import reward_model_key
@@ -95,7 +95,7 @@ def check_sources(verifier: VerifierConfig, sources: Sequence[PromptSource]) -> 
             for lack in find_missing_fields(
                 source, scorer.fields, partial(is_scored, reward=reward)
             ):
-                field = f"{source.key.removesuffix('prompts')}fields.{lack.fields[-1]}"
+                field = f"{source.fields_key}.{lack.fields[-1]}"
                 columns = ", ".join(source.records[0])
                 raise ValueError(
                     f"{lack.say(source)}: {key} {reward.scorer!r} needs it; name its column in {field} (columns: {columns})"
@@ -120,7 +120,8 @@ def _check_records(sources: Iterable[PromptSource], reward: RewardConfig, scorer
     scored = (each for each in records if is_scored(each[0].records[each[1]], reward))
     for source, at in islice(scored, scorer.most_checked):
         if (complaint := check(source.records[at])) is not None:
-            raise ValueError(f"{source.key}: {source.line(at)}: {complaint}")
+            remedy = complaint.replace(OWN_FIELDS, source.fields_key)
+            raise ValueError(f"{source.key}: {source.line(at)}: {remedy}")
 
 
 MOST_TRIED = 16

@@ -159,9 +159,9 @@ def _entry(record: Record) -> Record:
     return record.get("entry") or {"answer": accepted_answers(record)[0], "metadata": {}}
 
 
-FINAL_COLUMN = (
-    "name the column of the final answer in workload.fields.answer, or use another scorer"
-)
+OWN_FIELDS = "workload.fields"
+"""Key of the columns in complaints about a record; that of its own data set replaces it."""
+FINAL_COLUMN = f"name the column of the final answer in {OWN_FIELDS}.answer, or use another scorer"
 """What to do if a record's own answer cannot win."""
 
 

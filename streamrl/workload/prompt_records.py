@@ -49,6 +49,11 @@ class PromptSource(NamedTuple):
     """Rows, from 1, whose chats ended with the assistant's answer, which was cut off."""
 
     @property
+    def fields_key(self) -> str:
+        """Return the key of the run file that names its columns."""
+        return f"{self.key.removesuffix('prompts')}fields"
+
+    @property
     def notes(self) -> list[str]:
         """Return what was changed in the data, one line each."""
         if not self.cut:
