@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def test_a_study_has_the_same_rows_on_ray_as_on_this_machine(address: str) -> No
         parse_axis("policies.system=stream-sync,stream-async"),
     )
     grid = make_grid(partial(load_run, RUN), SMALL, axes)
-    here = run_sweep(grid, 2)[1]
+    with spread_over(partial(ThreadPoolExecutor, 1)):
+        here = run_sweep(grid, 2)[1]
     with spread_over(partial(ray_pool, address)):
         there = run_sweep(grid, 2)[1]
     assert repr(there) == repr(here)  # NaN is not equal to itself

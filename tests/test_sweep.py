@@ -353,7 +353,7 @@ def test_a_wrong_study_file_is_named_with_its_key(line: str, words: str, tmp_pat
 def test_there_is_a_study_for_each_question() -> None:
     assert {path.stem for path in STUDIES} == {
         *("gpu-split", "generation-gpu", "systems", "bandwidth", "prices", "output-length"),
-        *("ranker-recall", "ranker-value", "rollouts-per-step", "failures", "precision"),
+        *("ranker-recall", "ranker-value", "rollouts-per-step", "failures", "precision", "scale"),
     }
 
 
@@ -361,7 +361,7 @@ def test_there_is_a_study_for_each_question() -> None:
 def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
     path: Path, tmp_path: Path
 ) -> None:
-    """Shortened: the first and last point of each axis, two small steps, one seed; all points are checked."""
+    """Shortened: two points of each axis, two small steps, one seed; all points are checked."""
     study = load_study(path)
     assert study.question.endswith("?")
     assert len(make_grid(partial(load_run, study.run_file), study.overrides, study.axes).cells) > 2
@@ -370,6 +370,8 @@ def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
     swept = {key for axis in study.axes for key in axis.keys}
     if "algorithm.prompts_per_step" not in swept:
         quick = (*quick, "algorithm.prompts_per_step=64")
+    else:
+        quick = (*quick, "algorithm.group_size=2")
     grid, rows = run_sweep(make_grid(partial(load_run, study.run_file), quick, ends), 1)
     report = StudyResult(replace(study, axes=ends, num_seeds=1), grid, rows)
     write_study(report, tmp_path)
@@ -379,9 +381,10 @@ def test_a_ready_made_study_checks_runs_shortened_and_finds_something(
 
 
 def _ends(axis: Axis) -> Axis:
-    """Keep the first and the last point."""
-    labels = (axis.labels[0], axis.labels[-1]) if axis.labels else ()
-    return replace(axis, points=(axis.points[0], axis.points[-1]), labels=labels)
+    """Keep the first and the last point, or the second one if steps grow along the axis."""
+    last = 1 if "algorithm.prompts_per_step" in axis.keys else -1
+    labels = (axis.labels[0], axis.labels[last]) if axis.labels else ()
+    return replace(axis, points=(axis.points[0], axis.points[last]), labels=labels)
 
 
 # Studies that continue ----------------------------------------------------------------------------
