@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,6 +138,30 @@ def test_calls_are_executed_and_errors_are_told_to_the_model() -> None:
         "Error: there is no tool 'find'; the tools are multiply, search"
     ]
     assert turn(environment, "The answer is 6.") is None
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "words"), [(2**30, "did not complete an answer"), (2**20, "more than 1 MiB")]
+)
+def test_an_answer_over_http_has_a_limit_of_seconds_and_bytes(
+    most_bytes: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_client, "REQUEST_TIME", 0.5)
+    monkeypatch.setattr(mcp_client, "MOST_BYTES", most_bytes)
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+            while True:
+                connection.sendall(b" " * 2**16)
+                time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        with pytest.raises(mcp_client.McpError, match=words):
+            mcp_client.connect(f"http://127.0.0.1:{listener.getsockname()[1]}/mcp")
 
 
 @pytest.fixture(params=["stdio", "http"])

@@ -6,12 +6,14 @@ The messages are those of the Model Context Protocol, version 2025-06-18 (modelc
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
 import select
 import shlex
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +22,8 @@ from typing import Any, Protocol
 PROTOCOL = "2025-06-18"
 REQUEST_TIME = 60.0
 """Seconds for an answer of a server; an action's own limit may be shorter. A process may take longer for a call."""
+MOST_BYTES = 2**24
+"""Bytes of an answer over HTTP."""
 SHOWN = 100
 """Maximum characters of a line that an error shows."""
 END_TIME = 2.0
@@ -201,18 +205,52 @@ class HttpChannel:
     def _post(self, message: Message) -> Iterator[Message]:
         data = json.dumps(message).encode()
         request = urllib.request.Request(self._url, data, self._headers)
+        ends_at = time.monotonic() + REQUEST_TIME
         with urllib.request.urlopen(request, timeout=REQUEST_TIME) as response:
             session = response.headers.get("Mcp-Session-Id")
             if session:
                 self._headers["Mcp-Session-Id"] = session
             if response.headers.get_content_type() != "text/event-stream":
-                text = response.read()
+                text = b"".join(self._pieces(response, ends_at))
                 if text.strip():
-                    yield json.loads(text)
+                    yield _decoded(text)
                 return
-            for line in response:
-                if line.startswith(b"data:") and line[5:].strip():
-                    yield json.loads(line[5:])
+            unread = b""
+            for piece in self._pieces(response, ends_at):
+                *lines, unread = (unread + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:") and line[5:].strip():
+                        yield _decoded(line[5:])
+
+    def _pieces(self, response: http.client.HTTPResponse, ends_at: float) -> Iterator[bytes]:
+        """Yield an answer in pieces; it may take until an instant, and have `MOST_BYTES`.
+
+        Raises:
+            McpError: it takes longer or has more.
+        """
+        num_bytes = 0
+        while piece := response.read1(1 << 16):
+            num_bytes += len(piece)
+            if num_bytes > MOST_BYTES:
+                raise McpError(
+                    f"the MCP server {self._url} answers with more than {MOST_BYTES >> 20} MiB"
+                )
+            if time.monotonic() > ends_at:
+                raise McpError(
+                    f"the MCP server {self._url} did not complete an answer within {REQUEST_TIME:g} s"
+                )
+            yield piece
+
+
+def _decoded(text: bytes) -> Message:
+    """Return a message of a server; raise `McpError` if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise McpError(f"the server sent {text[:SHOWN]!r}, which is no JSON-RPC message")
+    return found
 
 
 def connect(where: str) -> McpConnection:
