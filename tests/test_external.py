@@ -290,9 +290,38 @@ def test_an_answer_that_drips_and_a_line_without_end_are_errors() -> None:
                 await asyncio.wait_for(client.get("/health", SHORT), 5)
             with pytest.raises(AnswerError, match="a line of more than 16 MiB"):
                 await asyncio.wait_for(anext(client.stream(Post("/generate", {}))), 10)
+            with pytest.raises(AnswerError, match="answers with more than 16 MiB"):
+                await asyncio.wait_for(client.post(Post("/load", {}), 9), 10)
             await client.close()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("times", [2, None])
+def test_a_busy_server_is_asked_again_until_its_timeout(
+    server: SglangServer, times: int | None
+) -> None:
+    num_refused = 0
+
+    def refuse(part: dict[str, Any]) -> Any:
+        nonlocal num_refused
+        if times is not None and num_refused >= times:
+            return part
+        num_refused += 1
+        return {"error": {"message": "too many requests", "code": 429}}
+
+    async def go(replica: ReplicaWorker) -> None:
+        server.spoil = refuse
+        if times is not None:
+            done = await asyncio.wait_for(replica.generate(ask(0)), 10)
+            assert done.output.num_tokens and num_refused == times
+            return
+        with pytest.raises(RuntimeError, match="the server rejects a request: too many requests"):
+            await asyncio.wait_for(replica.generate(ask(0)), 10)
+        assert num_refused > 1
+        replica.check_alive()
+
+    serve(worker(server, timeout=PATIENCE if times is not None else 3 * SHORT), go)
 
 
 def test_a_malformed_answer_about_health_is_no_sign_of_life(server: SglangServer) -> None:

@@ -59,6 +59,10 @@ from streamrl.executor.rollout.weight_directory import weight_directory
 from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
 
 T = TypeVar("T")
+BUSY = (429, 408, 500, 502, 503, 504)
+"""Statuses with which a request may succeed later; as the status of a whole answer, all but the first mean a lost server."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""Seconds before a request is repeated; they double up to the second value."""
 LOOK_TIME = 1.0
 """Seconds between two looks at the health of the server."""
 MOST_REFUSED = 2
@@ -388,7 +392,7 @@ class ExternalEngine:
         """Collect a run's tokens until it ends; the server may end a request earlier than the run."""
         run.sent_at = run.sent_at or time.perf_counter()
         try:
-            while not await self._request(run):
+            while not await self._request_patiently(run):
                 pass
         except RejectedError as error:
             self._finish(name, RuntimeError(f"the server rejects a request: {error}"))
@@ -401,6 +405,27 @@ class ExternalEngine:
             await self._fail(_named(error))
         else:
             self._finish(name, run.so_far)
+
+    async def _request_patiently(self, run: _Run) -> bool:
+        """Make one request like `_request`; repeat it while the server is busy, until its timeout.
+
+        A server is busy if it answers with status 429, or ends a stream with an error that may pass.
+        """
+        ends_at, pause = time.monotonic() + self._server.timeout, FIRST_PAUSE
+        while True:
+            before = len(run.tokens)
+            try:
+                return await self._request(run)
+            except (RejectedError, ServerError) as error:
+                busy = BUSY if isinstance(error, RejectedError) else BUSY[:1]
+                if error.status not in busy:
+                    raise
+                if len(run.tokens) > before:
+                    ends_at, pause = time.monotonic() + self._server.timeout, FIRST_PAUSE
+                if time.monotonic() + pause > ends_at:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _request(self, run: _Run) -> bool:
         """Add the tokens of one request to a run; return whether the run has ended."""

@@ -41,6 +41,11 @@ Body = dict[str, Any]
 class RejectedError(RuntimeError):
     """The server rejects one request; it goes on with others."""
 
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """Status of HTTP that the server gives the error, if any."""
+
 
 class AnswerError(RuntimeError):
     """An answer has an unexpected form, so the server cannot be used."""
@@ -382,4 +387,7 @@ def _refuse(event: Any) -> None:
     """Raise `RejectedError` if an event of a stream is an error."""
     error = event.get("error")
     if error is not None:
-        raise RejectedError(error.get("message", error) if isinstance(error, dict) else error)
+        details = error if isinstance(error, dict) else {}
+        code = details.get("code")
+        status = code if type(code) is int else None
+        raise RejectedError(str(details.get("message", error)), status)

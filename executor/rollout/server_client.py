@@ -20,7 +20,7 @@ from streamrl.executor.rollout.server_api import AnswerError, Post, ServerSettin
 MOST_SHOWN = 300
 """Characters of a server's error that a message contains."""
 MOST_LINE = 2**24
-"""Bytes of one line of a stream (an assumption): some 250,000 tokens of a server whose events have the whole output."""
+"""Bytes of one line of a stream, or of another answer (an assumption): some 250,000 tokens of a server whose events have the whole output."""
 DATA, DONE = b"data:", b"[DONE]"
 """Begin of an event in a stream (server-sent events), and the content of the last one."""
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
@@ -60,24 +60,39 @@ class ServerClient:
         """
         try:
             async with asyncio.timeout(seconds):  # httpx limits only the wait for each piece
-                return self._content(await self._http.get(path, timeout=seconds))
+                return await self._whole("GET", path)
         except TimeoutError:
             raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
 
     async def post(self, post: Post, seconds: float | None = None) -> Any:
-        """Send a request and return its answer; `seconds` limits the wait for it.
+        """Send a request and return its answer; `seconds` limits the time until it is complete.
 
         Raises:
             ServerError: another status than 200.
-            AnswerError: the answer is malformed JSON.
-            httpx.HTTPError: the server is gone, or gives no answer in time.
+            AnswerError: the answer is malformed JSON, or too long.
+            httpx.HTTPError: the server is gone, or gives no whole answer in time.
         """
-        answer = await self._http.post(
-            post.path, json=post.body, params=post.query, timeout=httpx.Timeout(seconds)
-        )
-        if answer.status_code == httpx.codes.NOT_FOUND and post.may_be_missing:
-            return None
-        return self._content(answer)
+        try:
+            async with asyncio.timeout(seconds):  # httpx limits only the wait for each piece
+                return await self._whole("POST", post.path, json=post.body, params=post.query)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
+        except ServerError as error:
+            if error.status == httpx.codes.NOT_FOUND and post.may_be_missing:
+                return None
+            raise
+
+    async def _whole(self, method: str, path: str, **options: Any) -> Any:
+        """Return the decoded answer to a request, of at most `MOST_LINE` bytes."""
+        content = bytearray()
+        async with self._http.stream(method, path, **options) as answer:
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > MOST_LINE:
+                    raise AnswerError(
+                        f"{self.url}{path} answers with more than {MOST_LINE >> 20} MiB"
+                    )
+        return self._content(answer, bytes(content))
 
     async def stream(self, post: Post) -> AsyncIterator[Any]:
         """Send a request and yield each event of its answer; closing the iterator ends the request on the server.
@@ -89,8 +104,7 @@ class ServerClient:
         """
         async with self._http.stream("POST", post.path, json=post.body) as answer:
             if answer.status_code != httpx.codes.OK:
-                await answer.aread()
-                self._content(answer)
+                self._content(answer, (await anext(self._lines(answer), b""))[:MOST_SHOWN])
             async for line in self._lines(answer):
                 content = line.removeprefix(DATA).strip()
                 if not line.startswith(DATA) or content == DONE:
@@ -114,13 +128,13 @@ class ServerClient:
         """Close all connections; the server aborts their requests."""
         await self._http.aclose()
 
-    def _content(self, answer: httpx.Response) -> Any:
+    def _content(self, answer: httpx.Response, content: bytes) -> Any:
         where = f"{self.url}{answer.request.url.path}"
         if answer.status_code != httpx.codes.OK:
-            text = " ".join(answer.text.split())[:MOST_SHOWN]
+            text = " ".join(content.decode(errors="replace").split())[:MOST_SHOWN]
             raise ServerError(f"{where} answers {answer.status_code}: {text}", answer.status_code)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        return _decoded(answer.content, where) if is_json else answer.text
+        return _decoded(content, where) if is_json else content.decode(errors="replace")
 
 
 def find_fault(settings: ServerSettings, paths: Iterable[str]) -> str | None:
