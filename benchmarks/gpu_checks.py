@@ -9,6 +9,9 @@
 | trainer     | gradients and log-probabilities by dtype, packing, recomputation, against the CPU's     |
 | replica     | log-probability gap to the trainer, before and after weight loads                       |
 | switch      | sleep and wake of a colocated system; push and load of 1.2 GB of weights                |
+| weights     | weights from the trainer's process to a replica's: CUDA IPC on a GPU, gloo on a CPU     |
+| fsdp2       | a step of FSDP2 on one rank, against one of the torch back end                          |
+| evaluation  | a colocated run with held-out evaluations                                               |
 | memory      | peak memory of training steps against the memory model of `streamrl doctor`             |
 | profile     | `streamrl profile` of a small model                                                     |
 | run         | executed steps beside their simulation from that profile                                |
@@ -100,6 +103,24 @@ def _switch(recorder: Recorder, place: Place) -> None:
     check_switch(recorder, place.scratch, place.out / "weight_sync.csv")
 
 
+def _weights(recorder: Recorder, place: Place) -> None:
+    from benchmarks.gpu_paths import check_weights
+
+    check_weights(recorder, place.scratch)
+
+
+def _fsdp2(recorder: Recorder, place: Place) -> None:
+    from benchmarks.gpu_paths import check_fsdp2
+
+    check_fsdp2(recorder, place.scratch)
+
+
+def _evaluation(recorder: Recorder, place: Place) -> None:
+    from benchmarks.gpu_paths import check_evaluated_run
+
+    check_evaluated_run(recorder, place.scratch)
+
+
 def _memory(recorder: Recorder, place: Place) -> None:
     from benchmarks.gpu_training import check_memory, check_switched_pass
 
@@ -137,6 +158,9 @@ PARTS = {
     "trainer": Part(150, 30, _trainer),
     "replica": Part(120, 30, _replica),
     "switch": Part(75, 25, _switch),
+    "weights": Part(100, 30, _weights),
+    "fsdp2": Part(100, 30, _fsdp2),
+    "evaluation": Part(120, 40, _evaluation),
     "memory": Part(75, 25, _memory),
     "profile": Part(170, 45, _profile),
     "run": Part(120, 40, _run),

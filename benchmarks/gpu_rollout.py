@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu_models import DEVICE, ON_GPU, SIZES, model_directory, token_ids, vocabulary_of
 from benchmarks.gpu_record import Recorder
-from streamrl.executor.roles import Completion, Request, Sample
+from streamrl.executor.roles import Completion, ReplicaRole, Request, Sample
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
 from streamrl.executor.tokens import encode_ids, read_blocks
@@ -117,7 +117,7 @@ class Prompts:
         self._random = random.Random(0)
         self._next = 0
 
-    async def generate(self, replica: ReplicaWorker, count: int, tokens: int) -> list[Sample]:
+    async def generate(self, replica: ReplicaRole, count: int, tokens: int) -> list[Sample]:
         """Generate `count` rollouts of at most `tokens` tokens at the same time, and return them as samples."""
         requests = [self._request(tokens) for _ in range(count)]
         completions = await asyncio.gather(*(replica.generate(request) for request in requests))
@@ -269,10 +269,6 @@ async def _load_in_flight(recorder: Recorder, name: str, path: Path) -> None:
 def check_switch(recorder: Recorder, scratch: Path, rows: Path) -> None:
     """Time the moves of a colocated system, and the weight sync of the largest model."""
     recorder.check("colocated switch", 90, _run_switch, scratch, rows)
-    free()
-    recorder.skip(
-        "weights by CUDA IPC", "the executor has no such transfer: weights go through shared memory"
-    )
 
 
 def _run_switch(recorder: Recorder, name: str, scratch: Path, rows: Path) -> None:

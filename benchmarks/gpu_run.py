@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -127,8 +129,10 @@ def check_run(
     recorder.check(f"run/{model}, {system}", bound, _run, scratch, out, JOBS[model], system)
 
 
-def make_job_run(scratch: Path, job: Job, system: str) -> Run:
-    """Return the run file of a job; write its prompts if they do not exist."""
+def make_job_run(
+    scratch: Path, job: Job, system: str, more: Mapping[str, Any] = MappingProxyType({})
+) -> Run:
+    """Return the run file of a job with `more` sections; write its prompts if they do not exist."""
     prompts = scratch / "prompts.jsonl"
     if not prompts.is_file():
         write_prompts(prompts, 512)
@@ -159,6 +163,7 @@ def make_job_run(scratch: Path, job: Job, system: str) -> Run:
             "live_trace": False,
             "device": "cuda:0" if ON_GPU else "cpu",
         },
+        **more,
     }
     return make_run(table)
 
@@ -175,7 +180,7 @@ def _run(recorder: Recorder, name: str, scratch: Path, out: Path, job: Job, syst
     detail = f"{measured.num_steps} steps, steady state {measured.counted_steps}"
     recorder.add(f"{name}: step, executed", measured.step_time, "s", None, detail)
     recorder.add(f"{name}: tokens generated", measured.throughput, "tokens/s", None)
-    _report_gap(recorder, name, output)
+    report_gap(recorder, name, output)
     profile = profile_path(out, job.model)
     if not profile.is_file():
         recorder.skip(f"{name}: step, simulated", "there is no profile to simulate from")
@@ -219,7 +224,7 @@ def _seconds(metrics: Metrics, shares: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _report_gap(recorder: Recorder, name: str, output: Path) -> None:
+def report_gap(recorder: Recorder, name: str, output: Path) -> None:
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     gaps = [one["logprob_gap"] for one in map(msgspec.json.decode, lines) if "logprob_gap" in one]
     if gaps:
