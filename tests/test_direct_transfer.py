@@ -26,11 +26,14 @@ from streamrl.executor.transfer.packed_weights import WeightReceiver, WeightSend
 from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
 from streamrl.runfile.files import load_run
 from streamrl.targets.execute_limits import refusal_of
+from tests.engines import HANG
 from tests.test_deterministic import RUN_FILE
 from tests.test_transfer import make_tensors
 from tests.tiny_model import tiny_model
 
 PATIENCE = 2.0
+HEARTBEAT = 20.0
+"""Seconds without a sign of life after which a process is lost: a busy machine lets it wait for some."""
 
 
 class Circle:
@@ -186,7 +189,7 @@ class Bench:
             {"model": str(self.directory / "model"), "temperature": 1.0, **config},
             self.directory / "log",
             worker_environment(1),
-            PATIENCE,
+            HEARTBEAT,
             begin_for("cpu", "static"),
         )
         self.handles.append(handle)
@@ -198,7 +201,7 @@ class Bench:
         trainer._handle = handle
         trainer._remote = remote(TrainerRole, handle)
         await trainer._remote.start(None)
-        self.transfer = DirectTransfer(trainer, "gloo", PATIENCE)
+        self.transfer = DirectTransfer(trainer, "gloo", HEARTBEAT)
         for number in range(num_replicas):
             await self.join(number)
         return self.transfer
@@ -222,7 +225,7 @@ class Bench:
     def run(self, scenario: Callable[[], Any]) -> None:
         async def go() -> None:
             try:
-                await asyncio.wait_for(scenario(), 60)
+                await asyncio.wait_for(scenario(), HANG)
             finally:
                 await asyncio.gather(*(handle.close() for handle in self.handles))
 

@@ -248,6 +248,8 @@ class DirectTransfer(TransferRole):
         try:
             await self._targets[replica].receive(manifest, seat, kept)
         except Exception as error:
+            if isinstance(error, WorkerLostError):
+                self.leave(replica)  # no group should wait for it
             raise ConnectionError(f"replica {replica} cannot receive: {reason_of(error)}") from None
         if replica in self._targets:
             self._received[replica][manifest.version] = manifest.checksum
