@@ -1,0 +1,74 @@
+"""Measure the gain of lending trainer GPUs on this machine, executed and simulated, in three run files.
+
+A run without `[lending]` and one with it alternate on the machine, one second each. So both see the same
+changes of speed of a shared host. The goal is a simulated gain within 5 points of the executed one. Simulations use the
+recorded lengths. No other program may run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.bench_asynchrony import Pair, Step, error, figures
+from benchmarks.in_turns import execute_in_turns
+from benchmarks.reality_cells import Cell, cell, make_run
+from benchmarks.reality_runs import as_recorded, make_models, profile, with_profile
+from streamrl.record.metrics import measure
+
+ROUNDS = 3
+STEPS = 16
+SYSTEMS = "disaggregated", "stream-sync", "stream-async"
+LENT = {"lending__share": 1.0, "lending__replicas": 1}
+"""One replica on the trainer's core, as fast as the other one."""
+
+
+def main() -> None:
+    """Print one JSON object per run file and figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("build/quickstart"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="a profile of few points")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-lending-") as scratch:
+        data = make_models(args.data, Path(scratch))
+        path = profile(data, "first", data / "first.toml", is_quick=args.quick)
+        for system in SYSTEMS:
+            pairs = [run_pair(system, data, path, number) for number in range(args.rounds)]
+            for which, values in figures(pairs).items():
+                name = f"lending gains, {system}, {which}"
+                print(json.dumps({"name": name, "value": mean(values), "error": error(values)}))
+
+
+def cells_of(system: str) -> tuple[Cell, Cell]:
+    """Return a run whose trainer waits for rollouts, without and with lending."""
+    changes: dict[str, object] = {"algorithm__prompts_per_step": 32, "algorithm__steps": STEPS}
+    return (
+        cell(f"{system}, apart", "first", system, 1, **changes),
+        cell(f"{system}, lent", "first", system, 1, **changes, **LENT),
+    )
+
+
+def run_pair(system: str, data: Path, path: Path, number: int) -> Pair:
+    """Execute both runs in turns, and simulate both with the profile at `path`."""
+    outputs = [data / f"{system}-{number}-{place}" for place in range(2)]
+    cells = zip(cells_of(system), outputs, strict=True)
+    runs = [with_profile(make_run(one, data, output), path) for one, output in cells]
+    traces = execute_in_turns(runs, data / f"turns-{system}-{number}")
+    steps = []
+    for trace, output in zip(traces, outputs, strict=True):
+        measured = measure(trace)
+        recorded = as_recorded(trace, output / "trace.jsonl", path, measured.counted_steps)
+        steps.append(Step(measured.step_time, recorded.step_time))
+    pair = Pair(*steps)
+    gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in Step._fields)
+    print(f"{system}, pair {number + 1}: gains {gains}", file=sys.stderr)
+    return pair
+
+
+if __name__ == "__main__":
+    main()
