@@ -167,6 +167,17 @@ def test_every_algorithm_makes_five_steps_on_every_back_end(
     assert all(line.get("logprob_gap", 0.0) < 1e-3 for line in steps)
 
 
+@pytest.mark.fsdp2
+def test_ranks_that_share_the_tokens_of_a_pass_train(tmp_path: Path) -> None:
+    own = ("context_parallel=2", "context_exchange=all-gather")
+    settings = (*of_trainer("fsdp2", 1, 3), *(f"trainer.{key}" for key in own))
+    execute(tmp_path, "transformers", "policies.system=stream-sync", "algorithm.steps=4", *settings)
+    steps = [line for line in read_metrics(tmp_path / "run") if "step" in line]
+    assert [line["rollouts"] for line in steps] == [64] * 4
+    assert all(line["tokens"] == line["output_tokens"] for line in steps)
+    assert all(line["logprob_gap"] < 1e-3 for line in steps)
+
+
 OWN_FIGURES = {
     "raft": {"loss"},
     "dpo": {"preference_accuracy", "preference_margin"},
