@@ -249,8 +249,8 @@ bench-reality: $(READY)
 	$(BIN)/python -m benchmarks.bench_reality --page docs/fidelity.md
 	$(BIN)/python -m benchmarks.bench_asynchrony --page docs/fidelity.md
 
-bench-agents: $(READY)
-	$(BIN)/python -m benchmarks.bench_agents
+bench-agents: $(ENVIRONMENTS)/.ready
+	$(ENVIRONMENTS)/bin/python -m benchmarks.bench_agents --page docs/agentic.md
 
 bench-ranker: $(READY)
 	$(BIN)/python -m benchmarks.bench_ranker
