@@ -51,7 +51,8 @@ step becomes worse without each of them, except without: {useless}. Keys of memo
 Each line takes one correction away from all published steps that have it. It compares the errors of their stages with it
 and without it. A correction that improves only whole steps may cancel another error, so stages come first. Inputs that a
 source does not state have the first of their values, so errors differ a little from those of [fidelity](fidelity.md). Terms
-that are no keys are taken away from steps with published stages, from refits and switches, and from synchronous steps on GB200.
+that are no keys are taken away from steps with published stages, from refits and switches, and from synchronous steps on GB200
+or with tensor ranks on several nodes.
 
 `make bench-ablation` writes this page ({stamp}). It takes five minutes on two cores.
 
@@ -99,29 +100,36 @@ def find_lines(published: Sequence[Published]) -> Iterator[Line]:
     """Simulate the published steps with everything, and those of each correction without it."""
     with worker_pool() as pool:
         rows = [*stage_rows(published, pool), *pool.submit(switch_rows).result()]
-        with_all = {row.name: row for row in rows}
+        with_all = {_key(row): row for row in rows}
         for correction in corrections_of(published):
             steps = [each for step in published if (each := without(step, correction))]
             rows = stage_rows(steps, pool)
-            yield from _compared(correction, [with_all[row.name] for row in rows], rows)
+            yield from _compared(correction, [with_all[_key(row)] for row in rows], rows)
     for term in TERMS:
         steps = [step for step in published if _tells(step) and term.touches(make_run(step.table))]
         with worker_pool(
             term.take_away
         ) as pool:  # new processes, which have nothing in their caches
             rows = [*stage_rows(steps, pool), *pool.submit(switch_rows).result()]
-        changed = [row for row in rows if row.predicted != with_all[row.name].predicted]
-        yield from _compared(term.name, [with_all[row.name] for row in changed], changed)
+        changed = [row for row in rows if row.predicted != with_all[_key(row)].predicted]
+        yield from _compared(term.name, [with_all[_key(row)] for row in changed], changed)
 
 
 def _tells(step: Published) -> bool:
-    """Whether a step is simulated without each term: its stages are published, or it is synchronous on Grace hosts."""
-    return len(step.stages) > 1 or (_is_on_grace(make_run(step.table)) and not step.most_ahead)
+    """Whether a step is simulated without each term: one with published stages, or a synchronous one of rare hardware."""
+    run = make_run(step.table)
+    is_rare = _is_on_grace(run) or _spans_nodes(run)
+    return len(step.stages) > 1 or (is_rare and not step.most_ahead)
 
 
 def _with_first_inputs(step: Published) -> Published:
     """Return a step whose unknown inputs have their first value alone: an ablation needs no range."""
     return replace(step, opens={key: values[:1] for key, values in step.opens.items()})
+
+
+def _key(row: Row) -> tuple[str, float]:
+    """Return what tells rows apart: one layout may be published twice."""
+    return row.name, row.published[0]
 
 
 class Term(NamedTuple):
