@@ -148,7 +148,9 @@ def verdict_of(output: Path, strike: Strike, case: Case) -> tuple[str, int]:
     if replay(trace) is not None:
         return "the replay decides otherwise", len(losses)
     came_up = case.role != "replica" or case.method not in AT_START
-    if case.is_lost and came_up and not losses:
+    # Replicas wait for a stuck send no longer than the patience, and then the trainer sends again.
+    is_sent_again = (case.method, case.fault) == ("send", "stuck")
+    if case.is_lost and came_up and not losses and not is_sent_again:
         return "the loss was not noticed", 0
     return SOUND, len(losses)
 
