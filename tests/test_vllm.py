@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +26,7 @@ from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.tokens import encode_ids, read_block
 from streamrl.executor.transfer.adapters import merged
 from streamrl.executor.transfer.shared_memory import write_buckets
+from tests.engines import HANG
 from tests.kept_replica import Kept, Served, started
 from tests.tiny_model import SHAPE, WIDE_HEADS, Weights, changed_weights, reference, tiny_model
 
@@ -307,3 +310,35 @@ def test_when_the_core_dies_every_pending_rollout_raises_and_later_ones_are_lost
 
     runner.run(go())
     _kept.close()
+
+
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+"""On GPUs vLLM takes its V2 model runner by itself."""
+OF_RUNNER = ("load_in_flight", "smallest_priority", "abort_returns", "one_logprob")
+"""Tests of the contract that depend on the runner: versions, priorities, aborts, and log-probabilities."""
+
+
+def test_the_v2_model_runner_keeps_the_contract_of_a_replica() -> None:
+    root = Path(__file__).parents[1]
+    search = [str(root / "tests" / "v2_runner"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    words = f"vllm-in-process and ({' or '.join(OF_RUNNER)})"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "vllm",
+            "tests/test_contracts.py",
+            "-k",
+            words,
+        ],
+        cwd=root,
+        env={**os.environ, **V2, "PYTHONPATH": os.pathsep.join(search)},
+        capture_output=True,
+        text=True,
+        timeout=2 * HANG,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("." * len(OF_RUNNER))
