@@ -50,6 +50,11 @@ STEP, GAPS = (getattr(load_engine("vllm-0.11").constants, term) for term in ("st
 """Seconds of a step, and between the kernels of a layer, with CUDA graphs. For engines whose rows do
 not determine them.
 """
+WAITING = load_engine("vllm-0.6").constants.step
+"""Seconds of a step of vLLM without asynchronous scheduling: the host schedules, and unpacks outputs, while
+the GPU waits. With `REQUEST`, 256 rollouts wait 5.8 ms. Published are 5 to 6 ms (vLLM issue 10634, and pull
+11133 for its V1 engine), and 0.15 to 0.17 ms with asynchronous scheduling.
+"""
 LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
 """Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
 requests make 407 and 13,583 tokens/s instead of 430 and 18,645 (vLLM pull 57442: Qwen2.5-0.5B on L20,
@@ -97,6 +102,23 @@ FITS = {
         note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
         "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob` and "
         "`log_prob_step` from pull 57442",
+    ),
+    "vllm-0.10": Fit(
+        name="vLLM 0.8 to 0.10, and newer without asynchronous scheduling",
+        versions=("0.8", "0.9", "0.10"),
+        terms=(),
+        start=Overheads(
+            step=WAITING,
+            layer=GAPS,
+            request=REQUEST,
+            log_prob=LOG_PROB,
+            log_prob_step=LOG_PROB_STEP,
+            quantises_apart=True,
+            pads_experts=("hopper", "blackwell"),
+        ),
+        note="nothing: `step` is that of vLLM 0.6, which does not schedule asynchronously either, and `request` the "
+        "paper's: 5.8 ms for 256 rollouts, where 5 to 6 are published (vLLM issue 10634, pull 11133); `layer` and "
+        "formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
     ),
     "vllm-0.19": Fit(
         name="vLLM 0.15 to 0.19",

@@ -515,9 +515,10 @@ def _compose_replica(
 def _composed(
     replica: ReplicaHardware, engine: str, backend: str | None, has_log_probs: bool
 ) -> tuple[DecodeCurve, PrefillCurve]:
-    rollout, serving = replica.config, load_engine(engine)
-    if has_log_probs:
-        serving = serving.returning_log_probs()
+    rollout = replica.config
+    serving = load_engine(engine).as_sampled(
+        sorts=rollout.sorts_tokens, has_log_probs=has_log_probs
+    )
     shard = Shard(
         replica.longest_model,
         kernels_of(replica.pool.gpu, replica.precision, backend),

@@ -6,7 +6,7 @@
 | `layer`         | each layer: gaps between kernels, elementwise kernels that have no table        |
 | `launch`        | each layer's launches by the host, without CUDA graphs: kernels wait for them   |
 | `request`       | each running rollout: scheduling, detokenising, returning results               |
-| `logit`         | each running rollout and word of the vocabulary: sampling, which sorts them     |
+| `logit`         | each running rollout and word of the vocabulary: sorting (`top_p`, `top_k`)     |
 | `log_prob_step` | each step that returns the log-probability of every token                       |
 | `log_prob`      | each running rollout in such a step: slicing, sending and wrapping its value    |
 | `slowdown`      | (a factor) the decode kernels of this version, relative to those of the tables  |
@@ -14,9 +14,11 @@
 `benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
 engine. The choice of kernels is not fitted; it comes from the engine's code or release notes. fp8
 has no constant of its own. fp8 steps of vLLM 0.11 are predicted from measured kernels and from the
-extra work in its code. The two terms of log-probabilities come from published throughput with and
-without them, on models so small that the host limits the step. They add to the step: RL frameworks
-launch the next step after the results of the last one.
+extra work in its code. vLLM sorts logits only for `rollout.top_p` or `rollout.top_k` (0.10 to 0.17,
+v1/sample/ops/topk_topp_sampler.py), and RL samples from all tokens. The two terms of
+log-probabilities come from published throughput with and without them, on models so small that the
+host limits the step. They add to the step: RL frameworks launch the next step after the results of
+the last one.
 """
 
 from __future__ import annotations
@@ -70,6 +72,10 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_positive(self, TERMS)
+
+    def sampling_from_all(self) -> Overheads:
+        """Return the overheads of a step that samples from all tokens, so that no logits are sorted."""
+        return msgspec.structs.replace(self, logit=Duration(0))
 
     def returning_log_probs(self) -> Overheads:
         """Return the overheads of a step that returns the log-probability of every token."""
@@ -132,9 +138,15 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
         """Return whether the profile is of a version."""
         return any(f"{version}.".startswith(f"{start}.") for start in self.versions)
 
-    def returning_log_probs(self) -> ServingEngine:
-        """Return this engine if it returns the log-probability of every token."""
-        constants = self.constants.returning_log_probs()
+    def as_sampled(self, *, sorts: bool, has_log_probs: bool) -> ServingEngine:
+        """Return this engine with the overheads of what is asked of it.
+
+        Args:
+            sorts: whether it samples from the most likely tokens alone.
+            has_log_probs: whether it returns the log-probability of every token.
+        """
+        constants = self.constants if sorts else self.constants.sampling_from_all()
+        constants = constants.returning_log_probs() if has_log_probs else constants
         return msgspec.structs.replace(self, constants=constants)
 
 

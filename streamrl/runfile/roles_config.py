@@ -285,11 +285,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities of the loss are at the same temperature."""
     top_p: float = 1.0
-    """Executed: sample from the most likely tokens with this probability mass. Log-probabilities of
-    the loss are over the same tokens, also with `top_k` and `min_p`.
+    """Sample from the most likely tokens with this probability mass. Log-probabilities of the loss
+    are over the same tokens, also with `top_k` and `min_p`. Simulated: below 1, as with `top_k`,
+    engines sort all logits in every step.
     """
     top_k: int | None = None
-    """Executed: sample from this number of most likely tokens; absent: from all."""
+    """Sample from this number of most likely tokens; absent: from all."""
     min_p: float = 0.0
     """Executed: sample only tokens at least this likely relative to the most likely one."""
     stop: tuple[str, ...] = ()
@@ -333,6 +334,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         """How tokens are drafted; None where they are not."""
         own = self.speculative
         return own if own is not None and own.enabled else None
+
+    @property
+    def sorts_tokens(self) -> bool:
+        """Whether only the most likely tokens are sampled, so that engines sort the logits."""
+        return self.top_p < 1.0 or self.top_k is not None
 
     @property
     def num_kinds(self) -> int:
