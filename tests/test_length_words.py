@@ -53,6 +53,29 @@ def test_a_mean_alone_is_kept_under_any_maximum(most: int | None) -> None:
     assert drawn(StatedFigures(3000, None, most)).mean() == pytest.approx(3000, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["stated", "histogram"])
+def test_lengths_of_a_group_are_as_alike_as_stated(kind: Any) -> None:
+    source = "mean 600, p95 1500" if kind == "stated" else "r1-distill-aime"
+    own, alike = (
+        load_source(LengthsConfig(kind=kind, source=source, group_correlation=correlation))
+        for correlation in (0.0, 0.6)
+    )
+    draws = [one.sample(np.random.default_rng(1), 20_000, 2)[0] for one in (own, alike)]
+    ranks = [np.argsort(np.argsort(draw.ravel())).reshape(draw.shape) for draw in draws]
+    none, found = (np.corrcoef(rank[:, 0], rank[:, 1])[0, 1] for rank in ranks)
+    assert none == pytest.approx(0, abs=0.03)
+    assert found == pytest.approx(
+        6 / np.pi * np.arcsin(0.6 / 2), abs=0.03
+    )  # of ranks of normal numbers
+    assert np.quantile(draws[1], 0.9) == pytest.approx(np.quantile(draws[0], 0.9), rel=0.03)
+
+
+def test_lengths_of_a_group_in_a_file_are_as_alike_as_there() -> None:
+    lengths = {"kind": "groups", "source": "a.csv", "group_correlation": 0.6}
+    with pytest.raises(RunError, match="group_correlation is for kinds histogram and stated"):
+        make_run(table_of(lengths))
+
+
 def test_figures_are_a_short_form_of_the_section(tmp_path: Path) -> None:
     run = make_run(table_of({**FIGURES, "prompt_tokens": 500, "ranker": "oracle"}))
     lengths = run.workload.lengths

@@ -594,6 +594,15 @@ def _check_ranker(lengths: LengthsConfig | None) -> None:
         text = "workload.lengths.ranker_scores is missing: ranker 'scores' needs it"
         others = ("workload.lengths.ranker",)
         raise RunError("workload.lengths.ranker_scores", None, str, text, others)
+    if lengths.group_correlation and lengths.kind not in ("histogram", "stated"):
+        raise RunError(
+            "workload.lengths.group_correlation",
+            lengths.group_correlation,
+            Bounds(0, 0),
+            f"workload.lengths.group_correlation is for kinds histogram and stated; lengths of kind {lengths.kind!r} are as "
+            "alike as those of its source: remove the key",
+            ("workload.lengths.kind",),
+        )
     for ranker, kind, what in (
         ("history", "groups", "which has several samples of each prompt"),
         ("recorded", "trace", "which has the recorded expectations"),

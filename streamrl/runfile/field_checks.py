@@ -487,6 +487,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "drift_steps": Bounds(2),
         "ranker_recall": Bounds(TAIL_SHARE, 1),
         "ranker_recall_to": Bounds(TAIL_SHARE, 1),
+        "group_correlation": SHARE,
         "ranker_correlation": SHARE,
         "ranker_history": Bounds(1),
     },

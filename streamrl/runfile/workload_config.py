@@ -38,6 +38,10 @@ class LengthsConfig(Section, frozen=True, kw_only=True):
     """A name in profiles/lengths, or the path of a CSV file (a trace: its JSONL file; episodes: also a
     run directory or its rollouts.jsonl). Kind stated: figures, such as "mean 6000, p95 20000, max 32000".
     """
+    group_correlation: float = 0.0
+    """Kinds histogram and stated: correlation of the lengths of two rollouts of a group, as normal
+    quantiles. 0: independent. Measured are 0.63 (mathematics) and 0.79 (science questions).
+    """
     scale: float = 1.0
     """Factor of every length."""
     scale_to: float | None = None

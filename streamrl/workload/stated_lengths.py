@@ -29,9 +29,11 @@ Lengths = npt.NDArray[np.int64]
 
 
 class StatedLengths:
-    """Independent lengths from a lognormal distribution with the stated figures."""
+    """Lengths from a lognormal distribution with the stated figures. Those of a group may be alike."""
 
-    def __init__(self, figures: StatedFigures, prompt_tokens: int) -> None:
+    def __init__(
+        self, figures: StatedFigures, prompt_tokens: int, correlation: float = 0.0
+    ) -> None:
         """Fit the distribution.
 
         Raises:
@@ -39,15 +41,38 @@ class StatedLengths:
         """
         self._most = inf if figures.max is None else float(figures.max)
         self._prompt_tokens = prompt_tokens
+        self._correlation = correlation
         self._location, self._spread = _fitted(figures, self._most)
 
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
         """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
-        drawn = rng.lognormal(self._location, self._spread, (num_groups, group_size))
+        if self._correlation:
+            normal = correlated(rng, num_groups, group_size, self._correlation)
+            drawn = np.exp(self._location + self._spread * normal)
+        else:
+            drawn = rng.lognormal(self._location, self._spread, (num_groups, group_size))
         lengths = np.rint(np.clip(drawn, 1, self._most)).astype(np.int64)
         return lengths, np.full(num_groups, self._prompt_tokens)
+
+
+def correlated(
+    rng: np.random.Generator, num_groups: int, group_size: int, correlation: float
+) -> npt.NDArray[np.float64]:
+    """Return standard normal numbers [num_groups, group_size].
+
+    Two numbers of a group have this correlation. Numbers of different groups are independent.
+    """
+    of_group = rng.standard_normal((num_groups, 1))
+    own = rng.standard_normal((num_groups, group_size))
+    return sqrt(correlation) * of_group + sqrt(1 - correlation) * own
+
+
+def normal_shares(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the share of a standard normal distribution below each number."""
+    shares = [0.5 + erf(number / sqrt(2)) / 2 for number in numbers.ravel().tolist()]
+    return np.array(shares).reshape(numbers.shape)
 
 
 def _fitted(figures: StatedFigures, most: float) -> tuple[float, float]:

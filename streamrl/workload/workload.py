@@ -34,7 +34,7 @@ from streamrl.workload.online_ranker import Expectations
 from streamrl.workload.prompt_families import check_families
 from streamrl.workload.prompt_order import PromptOrder, TailBatches, make_order
 from streamrl.workload.simulated_ranker import load_ranker
-from streamrl.workload.stated_lengths import StatedLengths
+from streamrl.workload.stated_lengths import StatedLengths, correlated, normal_shares
 
 
 class Drift:
@@ -479,20 +479,25 @@ class _Block(NamedTuple):
 
 
 class Histogram:
-    """Independent lengths, uniform within bins `[start, end)` of given density."""
+    """Lengths, uniform within bins `[start, end)` of given density. Those of a group may be alike."""
 
-    def __init__(self, rows: list[dict[str, float]], prompt_tokens: int) -> None:
+    def __init__(
+        self, rows: list[dict[str, float]], prompt_tokens: int, correlation: float = 0.0
+    ) -> None:
         self._starts = np.array([row["start"] for row in rows])
         self._widths = np.array([row["end"] for row in rows]) - self._starts
         weights = np.array([row["density"] for row in rows]) * self._widths
         self._edges = np.cumsum(weights / weights.sum())
         self._prompt_tokens = prompt_tokens
+        self._correlation = correlation
 
     def sample(
         self, rng: np.random.Generator, num_groups: int, group_size: int
     ) -> tuple[Lengths, Lengths]:
         """Return lengths [num_groups, group_size] and prompt tokens [num_groups]."""
         u, v = rng.random((2, num_groups, group_size))
+        if self._correlation:
+            u = normal_shares(correlated(rng, num_groups, group_size, self._correlation))
         bins = np.minimum(np.searchsorted(self._edges, u, side="right"), len(self._edges) - 1)
         lengths = np.rint(self._starts[bins] + v * self._widths[bins]).astype(np.int64)
         lengths = np.maximum(1, lengths)  # the first bin may start at 0
@@ -614,7 +619,8 @@ def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
     if config.kind == "episodes":
         return RecordedEpisodes(Path(config.source), config.prompt_tokens)
     if config.kind == "stated":
-        return StatedLengths(stated_figures(config.source), config.prompt_tokens)
+        figures = stated_figures(config.source)
+        return StatedLengths(figures, config.prompt_tokens, config.group_correlation)
     if config.names_a_file:
         path = Path(config.source)
     else:
@@ -624,7 +630,8 @@ def _read_source(config: LengthsConfig) -> Source | RecordedGroups:
         raise ValueError(f"{path} has no rows")
     match config.kind:
         case "histogram":
-            return Histogram(_read_bins(path, rows), config.prompt_tokens)
+            bins = _read_bins(path, rows)
+            return Histogram(bins, config.prompt_tokens, config.group_correlation)
         case "empirical" if "prompt_tokens" in rows[0]:
             prompts = [
                 _tokens(path, number, row, "prompt_tokens") for number, row in _numbered(rows)
