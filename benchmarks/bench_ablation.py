@@ -304,6 +304,7 @@ def _default(step: Published, key: str) -> Any:
     """Return the value of a key without the framework; None if the source states the key."""
     table = deepcopy(step.table)
     del table["framework"]["name"]
+    table["framework"].pop("version", None)
     place, last = place_of(table, key)
     return None if last in place else value_of(make_run(table), key)
 

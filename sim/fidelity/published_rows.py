@@ -16,6 +16,8 @@ from rich.table import Table
 from streamrl.hardware.step_errors import Stage
 from streamrl.record.band import StepBasis
 
+UNKNOWN = 0.1
+"""A prediction whose range is wider than this depends on inputs that its source does not state."""
 Evidence = Literal["not fitted", "left out", "in sample"]
 """How much a row says.
 
@@ -81,6 +83,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> float:
         """Return the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
         return max(self.predicted) / min(self.predicted) - 1
+
+    @property
+    def has_unknown_inputs(self) -> bool:
+        """Return whether inputs that the source does not state change the prediction by more than `UNKNOWN`."""
+        return self.width > UNKNOWN
 
     @property
     def half_band(self) -> float | None:

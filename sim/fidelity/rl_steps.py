@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from copy import deepcopy
 from itertools import product
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -122,10 +122,10 @@ def phase_seconds(trace: Trace, besides: float = 0.0) -> PhaseSeconds:
     )
 
 
-SYNCHRONOUS = 3
+SYNCHRONOUS = 5
 """Simulated steps if generation and training do not overlap."""
-SAMPLE_CAP, SAMPLED_PROMPTS = 10**6, 512
-"""Tokens that no output reaches, and the number of prompts for a mean length."""
+SAMPLE_CAP = 10**6
+"""Tokens that no output reaches."""
 LENGTHS = "r1-distill-aime"
 """Assumed shape of output lengths, scaled to the published mean. Another shape changes the time of
 generation, and changes other stages only slightly.
@@ -168,6 +168,11 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     def most_ahead(self) -> int:
         """Steps that generation may be ahead of training; 0 if they take turns."""
         return choose_system(make_run(self.table).policies).staleness_bound
+
+    @property
+    def num_simulated(self) -> int:
+        """Steps to simulate."""
+        return START + 4 + 4 * self.most_ahead if self.most_ahead else SYNCHRONOUS
 
 
 class Simulated(NamedTuple):
@@ -228,11 +233,29 @@ Source: HybridFlow, arXiv 2409.19256, Figure 15, read within 3 %, including the 
 """
 
 
+class Unstated(NamedTuple):
+    """Inputs of HybridFlow's figures that the paper does not state."""
+
+    engine: str
+    """With CUDA graphs, or without them, as verl's first releases had it (`enforce_eager`)."""
+    utilization: float
+    """0.5 is the default of verl's first releases."""
+    prompt_tokens: int
+    """1,024 is the limit of prompts. Those of Dahoas/full-hh-rlhf are mostly shorter."""
+
+
+UNSTATED = "engine, memory and prompts are not stated"
+FASTEST, SLOWEST = Unstated("vllm-0.6", 0.9, 128), Unstated("vllm-0.2", 0.5, 1024)
+
+
 def steps_rows() -> list[Row]:
     """Return every published stage with its prediction, computed on all cores."""
     with worker_pool() as pool:
         rows = stage_rows(load_published(), pool)
-        generated = list(pool.map(_generated, *zip(*GENERATED, strict=True)))
+        generated = [
+            list(pool.map(_generated, GENERATED, [end] * len(GENERATED)))
+            for end in (FASTEST, SLOWEST)
+        ]
     rows += [
         Row(
             name=f"HybridFlow: {model} on 16 A100 at TP{degree}, 1,024 rollouts of 1,024 + 1,024",
@@ -240,12 +263,13 @@ def steps_rows() -> list[Row]:
             shape=model,
             unit="s generation",
             published=(seconds * 0.97, seconds * 1.03),
-            predicted=(ours, ours),
+            predicted=(min(ours), max(ours)),
+            note=UNSTATED,
             source="HybridFlow arXiv 2409.19256 Figure 15",
             stage="generation",
             basis=StepBasis(replicas={}, trainer={}, partition=OLD_GENERATION),
         )
-        for ((model, degree), seconds), ours in zip(GENERATED.items(), generated, strict=True)
+        for ((model, degree), seconds), *ours in zip(GENERATED.items(), *generated, strict=True)
     ]
     return rows + switch_rows()
 
@@ -278,8 +302,7 @@ def with_keys(step: Published, keys: Mapping[str, Any]) -> Published:
 def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
     """Return the seconds of the published stages for one combination of inputs; None if our memory model refuses it."""
     ahead = step.most_ahead
-    steps = START + 3 + 4 * ahead if ahead else SYNCHRONOUS
-    run = _run(step.table, {**choice, "algorithm.steps": steps})
+    run = _run(step.table, {**choice, "algorithm.steps": step.num_simulated})
     try:
         trace = simulate(run)
     except RunError:
@@ -292,18 +315,24 @@ def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
 
 
 def step_seconds(trace: Trace, most_ahead: int) -> float:
-    """Return the mean time from version to version, without the steps that use up the first batches in advance."""
+    """Return the mean time from version to version.
+
+    Steps that use up the first batches in advance are left out, and those for which nothing is generated beside them.
+    """
     ended = [time for time, event, _ in trace.entries if isinstance(event, Stepped)]
-    return float(np.diff(ended[START + 2 * most_ahead :]).mean())
+    return float(np.diff(ended[START + 2 * most_ahead : len(ended) - most_ahead]).mean())
+
+
+DEGREES = ("pipeline_parallel", "tensor_parallel", "context_parallel")
+"""Degrees that divide the trainer's GPUs, beside its data parallelism."""
 
 
 def _run(table: dict[str, Any], changes: Mapping[str, Any]) -> Run:
-    """Make a run with keys changed; as many GPUs train with another number of pipeline stages."""
+    """Make a run with keys changed; as many GPUs train with other degrees of parallelism."""
     made = deepcopy(table)
     _apply(made, changes)
-    stages = table["trainer"].get("pipeline_parallel", 1)
-    made["trainer"]["data_parallel"] *= stages
-    made["trainer"]["data_parallel"] //= made["trainer"].get("pipeline_parallel", 1)
+    before, now = (prod(of["trainer"].get(key, 1) for key in DEGREES) for of in (table, made))
+    made["trainer"]["data_parallel"] = made["trainer"]["data_parallel"] * before // now
     return make_run(made)
 
 
@@ -326,10 +355,11 @@ def _dotted(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _scale(step: Published, choice: dict[str, Any]) -> float:
-    """Return the scale at which lengths, cut off at the cap, have the published mean."""
+    """Return the scale at which the lengths of all simulated steps, cut off at the cap, have the published mean."""
     cap = step.table["rollout"]["max_tokens"]
     long = {"rollout.max_tokens": SAMPLE_CAP, "algorithm.prompts_per_step": 8}
-    draws = SimulatedWorkload(_run(step.table, {**choice, **long})).draw(0, SAMPLED_PROMPTS)
+    num_prompts = make_run(step.table).algorithm.prompts_per_step * step.num_simulated
+    draws = SimulatedWorkload(_run(step.table, {**choice, **long})).draw(0, num_prompts)
     lengths = np.array([length for draw in draws for length in draw.lengths], dtype=float)
     low, high = 0.01, 100.0
     for _ in range(50):
@@ -339,8 +369,9 @@ def _scale(step: Published, choice: dict[str, Any]) -> float:
     return round(scale, 4)
 
 
-def _generated(model: str, degree: int) -> float:
+def _generated(layout: tuple[str, int], unstated: Unstated) -> float:
     """Return the seconds that 16 A100 take to generate the batch; every output is cut off at 1,024 tokens."""
+    model, degree = layout
     run = make_run(
         {
             "model": {"name": model, "dtype": "bfloat16"},
@@ -350,16 +381,17 @@ def _generated(model: str, degree: int) -> float:
                 "replicas": 16 // degree,
                 "tensor_parallel": degree,
                 "max_tokens": 1024,
+                "memory_utilization": unstated.utilization,
             },
             "trainer": {"pool": "a100", "data_parallel": 2, "tensor_parallel": 8},
-            "costs": {"engine": "vllm-0.6"},
+            "costs": {"engine": unstated.engine},
             "algorithm": {"name": "ppo", "steps": 1, "prompts_per_step": 1024},
             "workload": {
                 "lengths": {
                     "kind": "histogram",
                     "source": LENGTHS,
                     "scale": 2000.0,
-                    "prompt_tokens": 1024,
+                    "prompt_tokens": unstated.prompt_tokens,
                 }
             },
             "policies": {"system": "colocated"},
@@ -383,11 +415,11 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
         raise ValueError(f"{step.name}: our memory model refuses it")
     for stage, seconds in step.stages.items():
         ours = [one.seconds[stage] for one in times]
-        yield Row(
+        is_whole = step.stages.keys() == {"step"}
+        group = f"whole steps: {step.partition}" if is_whole else f"stages of RL steps: {stage}"
+        row = Row(
             name=f"{step.name}: {stage}",
-            group=f"whole steps: {step.partition}"
-            if step.stages.keys() == {"step"}
-            else f"stages of RL steps: {stage}",
+            group=group,
             shape=step.table["model"]["name"],
             unit="s",
             published=(seconds, seconds),
@@ -398,3 +430,6 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             note=note,
             source=step.source,
         )
+        if row.has_unknown_inputs:
+            row = msgspec.structs.replace(row, group=f"{group}, unknown inputs")
+        yield row

@@ -60,8 +60,6 @@ SILICON = ("Hopper", "Blackwell")
 """Partitions of served points that the scorecard shows apart."""
 FEW = 20
 """Fewer rows have no 90th percentile; the page shows the worst one."""
-WIDE = 0.5
-"""A stage whose range is wider than this depends on the distribution of lengths, which its source does not state."""
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 """Marks of a page around the scorecard, which `streamrl validate --output docs` writes."""
 NOTES = {
@@ -71,6 +69,10 @@ NOTES = {
     "served-ranges": "The sample does not state the number of decode workers, whether GPUs are tensor or attention ranks, or whether draft "
     "tokens were used. A point is the range over all of them, and its error is that of the geometric middle. "
     "*in band* is the share of published values within the range.",
+    "steps": "A row whose range is wider than 10 % has unknown inputs and is in a group of its own. These inputs are the shape of lengths "
+    "(generation of NeMo-RL 0.3), whether a layer recomputes (RLinf, verl 0.5), degrees and recomputation (Llama-3.1-70B with DTensor), the "
+    "racks in which nodes are (MoE models on GB200), and the engine, its memory and the prompts (HybridFlow). All other inputs are stated in "
+    "the source or in the recipe of its release, except the shape of lengths, whose range is narrower.",
 }
 HOW_TO_READ = (
     "How to read it:",
@@ -84,6 +86,7 @@ HOW_TO_READ = (
     "- *bias* is the median of signed errors;",
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
     "  middle. The column shows the median width of the ranges. No such row counts as exact.",
+    "- *unknown inputs*: rows whose range is wider than 10 %. They are in a partition of their own, by this width alone.",
     "- *in band*: the share of published figures within a band that was computed without the row's source. It shall be 80 %.",
     "  For served points with unknown inputs, the band is the range.",
     "- *band*: such a band of median width. It is the prediction divided and multiplied by one factor.",
@@ -124,8 +127,12 @@ HOW_BANDS_ARE_MADE = (
 LIMITS = (
     "Five published steps of NeMo-RL were not compared: Llama-3.1-8B in fp8, DeepSeek-V3 in fp8 (two) and with DAPO, and Nemotron on "
     "software tasks. One row contradicts itself: 231 s for Qwen3-235B-A22B of 0.6, 1 step off, does not fit its tokens per second (199 s).",
-    "Stages of MoE models on Blackwell: synchronous steps are close and asynchronous ones a third too short, so errors of stages cancel "
-    "in synchronous ones. Over half of DeepSeek-V3's synchronous step there is refit and switch, which were measured on H100 alone.",
+    "MoE models on GB200: whether the nodes of an expert or tensor group shared a rack is not stated. NeMo-RL places them by rack from "
+    "0.7. Each step is a range with NVLink between all GPUs, or in a node alone. Over half of DeepSeek-V3's synchronous step is refit "
+    "and switch, which were measured on H100 alone.",
+    "HybridFlow's generation: neither the engine, its memory nor the prompts are stated. Llama-3.1-70B with DTensor: neither the degrees "
+    "nor recomputation are stated, and its training stays outside their range.",
+    "RLinf and verl 0.5 generate with SGLang 0.4, whose constants rest on H20 alone.",
     "Tensor ranks on several nodes: the latency of NCCL between nodes was checked on one row (76 us for a measured 118 us).",
     "Generation has larger errors than other stages, and few rows. Its own spread is pulled towards that of all stages, so its bands "
     "alone are too narrow.",
@@ -240,13 +247,13 @@ def partition_of(name: str, row: Row) -> str:
         return f"{SHORT_TITLES[name]}{''.join(f', {kind}' for kind in kinds)}"
     kind, silicon, _ = row.basis.partition
     models = "dense models" if kind == "dense" else "MoE models"
+    unknown = ", unknown inputs" if row.has_unknown_inputs else ""
     if row.stage == "step":
-        timing = "asynchronous" if row.group.endswith("asynchronous") else "synchronous"
-        return f"whole RL steps: {models} on {silicon.title()}, {timing}"
+        timing = "asynchronous" if ", asynchronous" in row.group else "synchronous"
+        return f"whole RL steps: {models} on {silicon.title()}, {timing}{unknown}"
     if name == "training":
         free = ", mostly fp8 pretraining" if kind == "dense" else ""
         return f"{SHORT_TITLES[name]}: {models}{free}"
-    unknown = ", unknown lengths" if row.width > WIDE else ""
     return f"{SHORT_TITLES[name]}: {row.stage}{unknown}"
 
 
