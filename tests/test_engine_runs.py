@@ -8,7 +8,15 @@ from typing import get_args
 
 import pytest
 
-from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
+from streamrl.engine.messages import (
+    Generate,
+    Lent,
+    ReplicaLost,
+    TakenBack,
+    TrainerLost,
+    WeightsLoaded,
+    WeightsPushed,
+)
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.algorithms import ALGORITHMS
@@ -72,6 +80,17 @@ def test_every_system_executes(backend: str, system: str, tmp_path: Path) -> Non
     trace = execute(tmp_path, backend, f"policies.system={system}")
     loaded = [e.event.checksum for e in trace.entries if isinstance(e.event, WeightsLoaded)]
     assert len({*loaded}) >= 2
+
+
+@pytest.mark.parametrize("backend", params(["vllm"]))
+def test_a_trainer_lends_its_gpus_to_a_replica_of_this_engine(backend: str, tmp_path: Path) -> None:
+    lending = "lending.until=1.0", "lending.share=1", "algorithm.prompts_per_step=8"
+    trace = execute(tmp_path, backend, "policies.system=stream-sync", *lending)
+    lent = [e.event for e in trace.entries if isinstance(e.event, Lent)]
+    assert lent and any(event.checksum for event in lent)
+    there = {e.event.replica for e in trace.entries if isinstance(e.event, TakenBack)}
+    sent = [c for e in trace.entries for c in e.commands if isinstance(c, Generate)]
+    assert there & {command.replica for command in sent}
 
 
 TRAINERS = [
