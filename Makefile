@@ -11,6 +11,7 @@
 #   make test-deepspeed  DeepSpeed alone, in the same environment
 #   make test-fsdp2       FSDP2 and tensor parallelism on several ranks; two minutes
 #   make test-ray        Ray clusters of several nodes on this machine, in the same environment
+#   make test-signals    signals in every phase of runs on every back end, in the same environment; a quarter of an hour
 #   make test-trl        losses and gradients against TRL's, in an environment of its own
 #   make test-exports    exported scripts against the parsers of verl and OpenRLHF, in an environment of its own
 #   make test-environments  environments of the verifiers package and an MCP server, in an environment of its own
@@ -89,7 +90,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -148,6 +149,9 @@ test-trl: $(TRL)/.ready
 
 test-fsdp2: $(READY)
 	$(BIN)/python -m pytest $(COMPUTING) -m "fsdp2 and not ray"
+
+test-signals: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pytest $(COMPUTING) -m signals tests/test_signals.py
 
 test-exports: $(EXPORTS)/.ready
 	$(EXPORTS)/bin/python -m pytest -m exports tests/test_export_parsers.py
