@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import PreTrainedModel
 
 from streamrl.executor.checksums import write_checksums
+from streamrl.executor.libc import closed_afterwards
 from streamrl.executor.roles import Manifest, Sample
 from streamrl.executor.trainer import losses
 from streamrl.executor.trainer.adapters import (
@@ -418,7 +420,18 @@ class Learner:
 
 
 def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
-    """Join the other ranks, and load the initial weights (version 0) or a checkpoint."""
+    """Join the other ranks, and load the initial weights (version 0) or a checkpoint.
+
+    FSDP2 and DeepSpeed make process groups of their own meanwhile. Afterwards nobody can connect to the sockets on which
+    these still listen. NCCL connects to the store again later.
+    """
+    if config.rendezvous is None:
+        return _load_learner(config, checkpoint)
+    with closed_afterwards(keep_port=urlsplit(config.rendezvous).port):
+        return _load_learner(config, checkpoint)
+
+
+def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     ranks = RankGroup(config)
     torch.manual_seed(config.seed)
     has_adapters = config.adapter_rank is not None

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from streamrl.executor.libc import closed_afterwards
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 BUCKET_BYTES = 64 * 2**20
@@ -32,14 +30,12 @@ class RankGroup:
         self.rank, self.size = settings.rank, settings.num_ranks
         self._num_alike = settings.num_alike
         if settings.rendezvous is not None:
-            # NCCL connects to the store again later.
-            with closed_afterwards(keep_port=urlsplit(settings.rendezvous).port):
-                dist.init_process_group(
-                    "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl",
-                    init_method=settings.rendezvous,
-                    rank=self.rank,
-                    world_size=self.size,
-                )
+            dist.init_process_group(
+                "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl",
+                init_method=settings.rendezvous,
+                rank=self.rank,
+                world_size=self.size,
+            )
 
     @property
     def is_first(self) -> bool:
