@@ -202,6 +202,7 @@ class VllmEngine:
             await self._adapters.check_used(self._llm)  # once: later adapters have the same names
         await self._name_weights()
         await self._warm_up()
+        await self._llm.collective_rpc("refuse_connections")
         if manifest is not None:
             copy = await self.read_weights(manifest)
             await copy()

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from streamrl.executor.libc import listening_sockets, refuse_connections
 from streamrl.executor.roles import Manifest
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import named_as_in_files
@@ -39,6 +40,15 @@ class ReplicaExtension:
         directory: str = self.vllm_config.model_config.model
         weights = named_as_in_files(directory, read_buckets(pushed))
         self.reload_weights(weights_iterator=weights)
+
+    def refuse_connections(self) -> None:
+        """Let nobody connect to the sockets on which this process still listens; its groups are connected.
+
+        PyTorch's store and gloo's groups have no token. Any user of the machine could write to the store, or open
+        connections until the process has no file descriptor left.
+        """
+        for descriptor in listening_sockets():
+            refuse_connections(descriptor)
 
     def unused_adapters(self, number: int) -> bytes:
         """Return the loaded adapter layers that the model does not have, or packs under another name.
