@@ -23,6 +23,7 @@ import torch
 from streamrl.engine.messages import ReplicaLost, WeightsLoaded
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.roles import Completion, Request, RoleLostError
+from streamrl.executor.rollout import sglang_engine
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
 from streamrl.executor.rollout.server_api import (
@@ -362,6 +363,25 @@ def test_a_server_that_is_absent_or_unlike_the_run_is_refused_with_a_remedy(
     server.stop()
     with pytest.raises(RuntimeError, match=r"did not answer within 0.4 s: ConnectError"):
         serve(worker(server, timeout=SHORT), nothing)
+
+
+def test_the_key_of_a_server_of_ones_own_is_in_no_command_line(tmp_path: Path) -> None:
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(
+        "import json, os, sys\n"
+        "shown = open('/proc/self/cmdline').read()\n"
+        "json.dump([sys.argv[1:], shown, list(os.environ)], open('seen.json', 'w'))\n"
+    )
+    settings = ReplicaSettings(
+        backend="sglang", model="m", max_running=1, max_tokens=1, max_prompt_tokens=1, seed=0
+    )
+    own = {**os.environ, "PYTHONPATH": str(tmp_path), sglang_engine.KEY: "s3cr3t"}
+    subprocess.run(sglang_engine.command(settings, 1), env=own, cwd=tmp_path, check=True)
+    arguments, shown, variables = json.loads((tmp_path / "seen.json").read_text())
+    assert arguments[-2:] == ["--api-key", "s3cr3t"] and "--port" in arguments
+    assert "s3cr3t" not in shown and sglang_engine.KEY not in variables
 
 
 # Whole runs ---------------------------------------------------------------------------------------

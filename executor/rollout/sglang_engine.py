@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -24,6 +25,14 @@ PAGE = 64
 START_TIME = 1200.0
 """Seconds in which the server must come up; it compiles kernels and captures CUDA graphs at its first start."""
 
+KEY = "STREAMRL_SGLANG_KEY"
+"""Environment variable with the API key of the server. Without a key any user of the machine could replace its weights."""
+LAUNCH = (
+    f"import os, runpy, sys; sys.argv[1:] += ['--api-key', os.environ.pop('{KEY}')]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
+"""Starts the server with its key. Every user can read a command line, but only the owner the environment."""
+
 
 class SglangEngine(ExternalEngine):
     """One server, which ends with this process."""
@@ -31,7 +40,8 @@ class SglangEngine(ExternalEngine):
     def __init__(self, settings: ReplicaSettings) -> None:
         port = _free_port()
         url = f"http://{HOST}:{port}"
-        server = ServerSettings(url=url, api="sglang", timeout=START_TIME)
+        self._key = secrets.token_hex(16)
+        server = ServerSettings(url=url, api="sglang", timeout=START_TIME, key=self._key)
         super().__init__(settings, server)
         self._command = command(settings, port)
         self._guard: ChildGuard | None = None
@@ -40,7 +50,8 @@ class SglangEngine(ExternalEngine):
     async def start(self, manifest: Manifest | None) -> None:
         """Start the server, and wait until it has the weights."""
         self._guard = ChildGuard()
-        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=os.environ)
+        own = {**os.environ, KEY: self._key}
+        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=own)
         self._guard.register_children()
         await super().start(manifest)
         self._guard.register_children()  # those that the server has started meanwhile
@@ -88,7 +99,7 @@ def command(settings: ReplicaSettings, port: int) -> list[str]:
         words += ["--max-total-tokens", str(settings.max_running * (settings.max_length + PAGE))]
     if not settings.shares_prefixes:
         words.append("--disable-radix-cache")
-    return [sys.executable, "-m", "sglang.launch_server", *words]
+    return [sys.executable, "-c", LAUNCH, *words]
 
 
 def _free_port() -> int:
