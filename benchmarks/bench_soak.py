@@ -4,9 +4,9 @@
     python -m benchmarks.bench_soak --steps 0 --minutes 5 --setups stream-async
 
 Each part is a separate command. The anonymous memory of each of its processes is read every second. Pages of
-files are left out, because the kernel drops them when memory is needed. Imports and the first steps fill
-caches, so the first tenth of the run is left out of the life of each process. There are two figures per role,
-each as a share of its mean memory and for the length of the run:
+files are left out, because the kernel drops them when memory is needed. Time counts from the first step to the
+end of the last worker. The first steps of a process fill caches, so the first tenth of this time is left out of the
+life of each process. There are two figures per role, each as a share of its mean memory and for this time:
 
 - growth within processes: the common slope of the memory of all processes of the role over time;
 - growth over restarts: the slope of the memory at one age over the times at which the processes started. A
@@ -35,7 +35,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.fault_model import make_model
 from benchmarks.fault_results import EXECUTED, KINDS
-from benchmarks.processes import DRIVER, processes_of
+from benchmarks.processes import WORKERS, processes_of
+from streamrl.executor.directory_lock import is_abandoned
+from streamrl.executor.transfer.shared_directory import PREFIX
 from streamrl.record.run_directory import read_metrics
 
 HERE = Path(__file__).parent
@@ -53,6 +55,8 @@ MINUTES_A_FAULT = 7
 """Minutes between two faults of one kind. A repair takes up to half a minute."""
 AGE = 20.0
 """Seconds after the start of a process at which restarts are compared. Imports and the first steps have ended then."""
+FIRST_STEP = re.compile(rb"^step \d", re.MULTILINE)
+"""Start of the line that a run prints after each step."""
 FEWEST = 5
 """Samples of a process, or processes of a role, from which a slope is computed."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
@@ -175,7 +179,7 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
     log = directory / f"{what}.log"
     with log.open("wb") as output:
         process = subprocess.Popen([*COMMAND, *command], stdout=output, stderr=output)
-        lives, seconds = _watch(process)
+        lives, seconds = _watch(process, log)
     text = log.read_text()
     ledger_line = re.search(r"ledger: .*", text.replace("\n", " "))
     is_balanced = ledger_line is not None and "does not balance" not in ledger_line[0]
@@ -197,27 +201,28 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
     return not process.returncode and is_balanced and found["value"] <= MOST_GROWTH
 
 
-def _watch(process: subprocess.Popen[bytes]) -> tuple[Lives, float]:
-    """Return the memory of each process of a command, read every second, and the seconds until its workers end."""
-    began_at = time.monotonic()
+def _watch(process: subprocess.Popen[bytes], log: Path) -> tuple[Lives, float]:
+    """Return the memory of each process of a command, read every second while it makes steps, and the seconds of these."""
+    began_at, first_step_at = time.monotonic(), 0.0
     lives: Lives = {}
     while process.poll() is None:
+        now = time.monotonic() - began_at
         for role, pids in processes_of(process.pid).items():
             for pid in pids:
                 with suppress(OSError, ValueError, IndexError):
                     own = Process(role, pid, _began(pid))
-                    point = time.monotonic() - began_at, _anonymous_bytes(pid)
-                    lives.setdefault(own, []).append(point)
+                    if size := _anonymous_bytes(pid):  # one that is ending has none
+                        lives.setdefault(own, []).append((now, size))
+        if not first_step_at and FIRST_STEP.search(log.read_bytes()):
+            first_step_at = now
         time.sleep(1.0)
-    return _with_workers(lives)
-
-
-def _with_workers(lives: Lives) -> tuple[Lives, float]:
-    """Leave out what the driver does after all workers have ended; return the rest and its duration."""
-    ends = {each.role: curve[-1][0] for each, curve in lives.items()}
-    end = max((time for role, time in ends.items() if role != DRIVER), default=ends[DRIVER])
-    kept = {each: [point for point in curve if point[0] <= end] for each, curve in lives.items()}
-    return {each: curve for each, curve in kept.items() if curve}, end
+    ends = [(each.role in WORKERS, curve[-1][0]) for each, curve in lives.items()]
+    end = max(at for is_worker, at in ends if is_worker or not any(each for each, _ in ends))
+    kept = {
+        each: [(at, size) for at, size in curve if first_step_at <= at <= end]
+        for each, curve in lives.items()
+    }
+    return {each: curve for each, curve in kept.items() if curve}, end - first_step_at
 
 
 def _began(pid: int) -> str:
@@ -261,7 +266,8 @@ def _relative_slope(curves: list[list[tuple[float, float]]]) -> float:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    """Return the directories of runs in shared memory whose owner has died."""
+    return {path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*") if is_abandoned(path)}
 
 
 if __name__ == "__main__":

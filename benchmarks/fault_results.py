@@ -78,7 +78,10 @@ EXECUTED = {
         "deepspeed",
     ),
     "stream-async, 2 ranks of FSDP2": Setup(
-        ("policies.system=stream-async", "trainer.data_parallel=2", "trainer.backend=fsdp2")
+        (
+            *("policies.system=stream-async", "trainer.data_parallel=2", "trainer.zero=3"),
+            "trainer.backend=fsdp2",
+        )
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 DRIVER = "driver"
+WORKERS = ("replica", "trainer")
 ROLES = {
     "replica": "ReplicaWorker",
     "trainer": "TrainerWorker",
