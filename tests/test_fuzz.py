@@ -28,7 +28,9 @@ from streamrl.hardware.measured_profile import read_measured, write_measured
 from streamrl.ranker.evaluation import evaluate_scores
 from streamrl.ranker.score_files import lengths_by_prompt, read_table
 from streamrl.record.chrome_trace import chrome_trace
+from streamrl.record.evaluation import read_evaluations
 from streamrl.record.metrics import measure
+from streamrl.record.prompt_tokens import read_prompt_tokens
 from streamrl.record.run_directory import read_metrics, read_rollouts
 from streamrl.record.samples import read_completions
 from streamrl.report.study_file import is_study, load_study
@@ -280,12 +282,44 @@ def test_a_run_directory_is_reported_or_refused(place: Path, data: bytes) -> Non
     refusing(lambda: SimulatedWorkload(small_run(changes)).draw(0, 4))
 
 
+LINES = (
+    *("metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "evaluations.jsonl"),
+    *("evaluation_rollouts.jsonl", "prompts.npz"),
+)
+EVALUATION = {
+    "step": 2,
+    "time": 1.0,
+    "seconds": 1.0,
+    "num_prompts": 2,
+    "samples": 1,
+    "confidence": 0.95,
+    "scores": {"avg@1": {"value": 0.5, "low": 0.1, "high": 0.9}},
+    "mean_tokens": 3.0,
+    "truncated_share": 0.0,
+}
+TURNS = {
+    "rollout": 1,
+    "group": 0,
+    "step": 1,
+    "num_tokens": 5,
+    "segments": [[3, True], [2, False]],
+    "turns": [{"reward": 0.5, "tokens": 3}],
+    "versions": [[0, 0]],
+}
+
+
 @fuzzed()
-@given(st.binary(max_size=60) | mangled(b'{"step": 1}\n{"rolled_back_to": 0, "leg": 2}\n'))
+@given(
+    st.binary(max_size=60)
+    | mangled(b'{"step": 1}\n{"rolled_back_to": 0, "leg": 2}\n')
+    | st.sampled_from([EVALUATION, TURNS]).flatmap(altered).map(as_json)
+)
 def test_lines_of_a_run_are_read_or_refused(place: Path, data: bytes) -> None:
     path = fresh(place)
-    for name in ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl"):
+    for name in LINES:
         (path / name).write_bytes(data)
+    refusing(lambda: read_evaluations(path))
+    refusing(lambda: read_prompt_tokens(path))
     refusing(lambda: read_metrics(path))
     refusing(lambda: read_rollouts(path))
     refusing(lambda: read_completions(path))
