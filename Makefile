@@ -11,7 +11,7 @@
 #   make test-deepspeed  DeepSpeed alone, in the same environment
 #   make test-fsdp2       FSDP2 and tensor parallelism on several ranks; two minutes
 #   make test-ray        Ray clusters of several nodes on this machine, in the same environment
-#   make test-signals    signals in every phase of runs on every back end, in the same environment; a quarter of an hour
+#   make test-signals    signals in every phase, and attacks on every port, on every back end, in the same environment; half an hour
 #   make test-trl        losses and gradients against TRL's, in an environment of its own
 #   make test-exports    exported scripts against the parsers of verl and OpenRLHF, in an environment of its own
 #   make test-environments  environments of the verifiers package and an MCP server, in an environment of its own
@@ -151,7 +151,7 @@ test-fsdp2: $(READY)
 	$(BIN)/python -m pytest $(COMPUTING) -m "fsdp2 and not ray"
 
 test-signals: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(COMPUTING) -m signals tests/test_signals.py
+	$(ENGINES)/bin/python -m pytest $(COMPUTING) -m signals tests/test_signals.py tests/test_ports.py
 
 test-exports: $(EXPORTS)/.ready
 	$(EXPORTS)/bin/python -m pytest -m exports tests/test_export_parsers.py
