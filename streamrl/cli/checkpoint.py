@@ -15,6 +15,7 @@ from streamrl.record.evaluation import read_evaluations
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.config import AdapterForm, CheckpointChoice, Run
 from streamrl.runfile.files import decode_run
+from streamrl.runfile.workload_config import HUB
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -74,7 +75,7 @@ def export(
 
     Example: streamrl checkpoint export runs/quickstart -o build/model --step best
     """
-    from streamrl.executor.checkpoint_export import HUB, choose_checkpoint, export_checkpoint
+    from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
     from streamrl.executor.directory_lock import HIDDEN
 
     os.umask(HIDDEN[_run_in(run).execute.readers])
