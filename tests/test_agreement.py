@@ -280,7 +280,8 @@ def test_a_charge_for_staleness_is_in_no_dollars_that_simulate_has(tmp_path: Pat
 
 
 def test_variants_of_a_plan_are_one_row_that_names_their_differences() -> None:
-    plan = planned(few(SMALL, max_running=[64, 128])).plan
+    top_p = {"rollout.top_p": 0.9}  # logits are sorted, so that generation is slow
+    plan = planned(few(SMALL | top_p, max_running=[64, 128])).plan
     (runner, *_) = plan.runners_up
     base = replace(runner, choice=plan.allocation, behind=0.01, variant_of=None, variants=[])
     other = replace(plan.allocation.trainer, degrees={"tensor_parallel": 8})
