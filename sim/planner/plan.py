@@ -195,7 +195,7 @@ Resource: TypeAlias = Literal["sandboxes", "replica", "tools", "training"]
 class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated effect of an episode in flight for each added sandbox, which slows the plan down."""
 
-    episodes: int
+    episodes: Count
     """Episodes in flight."""
     step_time_ratio: NotNegative | None
     """Seconds of a step, divided by those of the plan; None if too many episodes reach their time limit."""
