@@ -457,6 +457,8 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     },
     ReplicasConfig: {"max_running": Bounds(1), "share": POSITIVE},
     LendingConfig: {
+        "replicas": Bounds(1),
+        "tensor_parallel": Bounds(1),
         "memory_utilization": POSITIVE_SHARE,
         "until": POSITIVE_SHARE,
         "share": POSITIVE,
