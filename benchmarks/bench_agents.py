@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -109,9 +110,10 @@ def environment() -> dict[str, str]:
 
 
 def execute(case: Case, output: Path, **settings: object) -> None:
-    """Execute a run file, unless its run is there already."""
+    """Execute a run file, unless its run is there already. A run that was killed is made again."""
     if (output / "done").exists():
         return
+    shutil.rmtree(output, ignore_errors=True)
     sets = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
     words = ["execute", str(ROOT / case.run_file)]
     for each in [f"execute.output={output}", *sets]:
