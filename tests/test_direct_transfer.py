@@ -116,19 +116,39 @@ def test_a_bucket_that_arrives_damaged_is_refused(
 
 
 @pytest.mark.parametrize("size", [8, 13, 4096 + 5])
-def test_a_checksum_sees_each_changed_or_moved_word_at_any_size_of_its_parts(
+def test_a_checksum_sees_each_changed_or_moved_word_and_is_the_same_on_each_device(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    monkeypatch.setattr(packed_weights, "BLOCK_BYTES", 64)
     whole = data_checksum(data)
-    for part in (8, 64, 2**20):
-        monkeypatch.setitem(packed_weights.SUMMED_BYTES, "cpu", part)
+    for blocks in (1, 4, 2**14):
+        monkeypatch.setitem(packed_weights.BLOCKS_AT_ONCE, "cpu", blocks)
         assert data_checksum(data) == whole
     changed = data.clone()
     changed[size // 2] ^= 128
     assert data_checksum(changed) != whole
     if size > 16:
         assert data_checksum(data.roll(8)) != whole
+        assert data_checksum(data.roll(64)) != whole
+    assert data_checksum(torch.nn.functional.pad(data, (0, 1))) != whole
+
+
+@pytest.mark.parametrize("value", [0, -1, 0x3F80_0000_3F80_0000, None])
+def test_a_checksum_sees_one_bit_that_flips_in_several_words(
+    value: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "BLOCK_BYTES", 2**13)
+    words = torch.full((2048,), value or 0)
+    if value is None:
+        words.random_(-(2**63), None)
+    whole = data_checksum(words.view(torch.uint8))
+    for bit in (0, 15, 31, 32, 47, 62, 63):
+        flip = torch.tensor([1]) << bit
+        for flipped in ([0, 1], [1, 901], [4, 6], [0, 1, 2, 3], slice(None), slice(1, None, 2)):
+            changed = words.clone()
+            changed[flipped] ^= flip
+            assert data_checksum(changed.view(torch.uint8)) != whole, (bit, flipped)
 
 
 def test_an_error_of_one_member_ends_the_waits_of_all(circle: Circle) -> None:

@@ -10,6 +10,8 @@ used again, because the first write to new memory is slow.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -46,8 +48,10 @@ FORMAT_NAMES = {
 """Names of dtypes in the safetensors format (github.com/huggingface/safetensors, safetensors/src/tensor.rs)."""
 ALIGNMENT = 8
 """Bytes to which safetensors pads its header."""
-SUMMED_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
-"""Bytes that a checksum reads at once: as many as a CPU caches, and far more than a GPU needs to be busy."""
+BLOCK_BYTES = 2**20
+"""Bytes of a block of a checksum: as many as a CPU caches."""
+BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
+"""Blocks that are summed at once. A GPU needs many to be busy. The checksum does not depend on it."""
 KEPT_BUCKETS = 2
 """Weight versions whose memory is kept for later ones."""
 
@@ -244,26 +248,36 @@ class _Member:
 
 
 def data_checksum(data: torch.Tensor) -> str:
-    """Return a checksum of bytes on any device: their sum as 64-bit words, and the sum weighted by position.
+    """Return a checksum of bytes on any device: BLAKE2b over two sums of each block of 64-bit words.
 
-    It detects accidental corruption, such as changed, moved or missing words. One CPU thread sums 9 GB/s, and
-    BLAKE2b reads 1.4 GB/s there.
+    The first sum adds the words, so it sees every change of a single word. The second sum adds a key to each word and
+    multiplies the result by its upper half. A flipped bit changes this product by an amount that depends on the other
+    bits, so flips of the same bit in several words do not cancel.
+
+    It detects accidental corruption, such as changed, moved or missing words. One CPU thread reads 4 GB/s, and BLAKE2b
+    alone reads 1.4 GB/s there.
     """
-    total = weighted = 0
-    size = SUMMED_BYTES[data.device.type]
-    odd = (
-        2 * torch.arange(size // ALIGNMENT, device=data.device) + 1
-    )  # no change is multiplied away
+    keys = _keys(BLOCK_BYTES, data.device)
+    size = BLOCK_BYTES * BLOCKS_AT_ONCE[data.device.type]
+    digest = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=16)
     for first in range(0, data.numel(), size):
         part = data[first : first + size]
-        if rest := part.numel() % ALIGNMENT:
-            part = torch.nn.functional.pad(part, (0, ALIGNMENT - rest))
-        words = part.view(torch.int64)
-        own = int(words.sum())
-        total += own
-        weighted += int((words * odd[: words.numel()]).sum()) + 2 * (first // ALIGNMENT) * own
-    mask = 2**64 - 1
-    return f"{total & mask:016x}{weighted & mask:016x}"
+        if rest := part.numel() % BLOCK_BYTES:
+            part = torch.nn.functional.pad(part, (0, BLOCK_BYTES - rest))
+        words = part.view(torch.int64).view(-1, keys.numel())
+        keyed = words + keys
+        products = (keyed >> 32).mul_(keyed)
+        sums = torch.stack([words.sum(1), products.sum(1)], 1)
+        digest.update(sums.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@functools.lru_cache
+def _keys(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return the key of each word of a block: random, and the same in every process."""
+    return torch.frombuffer(bytearray(hashlib.shake_128().digest(num_bytes)), dtype=torch.int64).to(
+        device
+    )
 
 
 def _detached(tensor: torch.Tensor, others: object) -> torch.Tensor:
