@@ -39,7 +39,7 @@ MOST_POINTS = 120
 WORSE = 1.1
 AFFECTING_SECONDS = ("frameworks", "engines", "sync", "transports", "gpus", "measured")
 """Folders of constants that take part in seconds. Others are about memory."""
-RATES = ("bandwidth", "network", "efficiency")
+RATES = ("bandwidth", "network", "host_link", "efficiency", "flops")
 """Keys that are divided to be worse; others are multiplied."""
 ASIDE = ("price", "reserve", "memory", "bytes_per_value")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.sim.fidelity import constants
 from streamrl.sim.fidelity.constants import (
     PAGE,
@@ -96,3 +97,14 @@ def test_docstrings_of_constants_are_read(tmp_path: Path) -> None:
         "A": ("1", "Two numbers (X et al. 2020)"),
         "B": ("2.5", "Two numbers (X et al. 2020)"),
     }
+
+
+def test_a_rate_whose_source_names_no_table_is_an_assumption() -> None:
+    profile = load_training_profile()
+    standing = {each.key: each.standing for each in constants.all_constants()}
+    for kind, rates in (("experts", profile.experts), ("experts_fp8", profile.experts_fp8)):
+        for gpu, rate in rates.items():
+            is_measured = "profiles/measured/" in rate.source
+            expected = constants.ONE_TABLE if is_measured else "**unverified**: assumption"
+            assert standing[f"{kind}.{gpu}.flops"] == expected
+            assert is_measured or rate.tier == "roofline"

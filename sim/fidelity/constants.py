@@ -138,10 +138,14 @@ def registry() -> Registry:
 
 def profile_numbers(file: str) -> Iterator[tuple[str, str]]:
     """Yield each number of a profile that is a constant: its dotted key, and its text."""
-    table = tomllib.loads((PROFILES / file).read_text(encoding="utf-8"))
-    for key, value in _leaves(table):
+    for key, value in _leaves(_read_table(file)):
         if not any(fnmatchcase(key.partition(".")[0], aside) for aside in ASIDE):
             yield key, value
+
+
+@cache
+def _read_table(file: str) -> dict[str, Any]:
+    return tomllib.loads((PROFILES / file).read_text(encoding="utf-8"))
 
 
 def _leaves(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
@@ -213,14 +217,23 @@ def _of_profile(entry: ProfileConstant, file: str, key: str, value: str) -> Cons
             own = (of for pattern, of in entry.rests_on.items() if fnmatchcase(name, pattern))
             sources = tuple(next(own, ()))
     unit = f" {entry.unit}" if entry.unit and " " not in value else ""
+    lacks_table = entry.kind == "table" and not _names_a_table(file, key)
     return Constant(
         where=f"profiles/{file}",
         key=key,
         value=f"{value}{unit}",
         what=entry.what,
-        kind=entry.kind,
+        kind="assumption" if lacks_table else entry.kind,
         sources=sources,
     )
+
+
+def _names_a_table(file: str, key: str) -> bool:
+    """Return whether the `source` beside a key of a profile names an operator table."""
+    table: Any = _read_table(file)
+    for name in key.split(".")[:-1]:
+        table = table[name]
+    return f"{PROFILES.name}/measured/" in table["source"]
 
 
 def _joined(constants: Sequence[Constant]) -> Iterator[Constant]:
@@ -334,7 +347,7 @@ def page_lines() -> Iterator[str]:
         f"{count['exact']} are defaults that were read in a program, figures of a datasheet, or arithmetic. {count[ONE_TABLE]} are fits to an",
         "operator table of one GPU.",
         "",
-        f"{resting.constants} unverified constants take part in seconds; the others are about memory and dollars. **If all of these were {resting.worse:.0%}",
+        f"**If {resting.constants} of the unverified constants were {resting.worse:.0%}",
         f"worse at once, a published RL step would take {resting.median:.1%} longer (median of {resting.steps} steps; {resting.p90:.1%} at p90).** `python -m",
         "benchmarks.check_constants steps` measures this.",
         "",
