@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,23 @@ from tests.runs import make_table
 
 DOCKER = """#!/bin/sh
 echo "$@" >> "$0.calls"
-[ "$1" = run ] || exit 2
-for word; do image="$before"; before="$word"; done
-[ "$image" = missing ] && { echo "no such image"; exit 125; }
-cd "$(dirname "$0")" && sh
-echo ended >> "$0.calls"
+cd "$(dirname "$0")"
+case "$*" in *"kill -"*) exit 0;; esac
+case "$1" in
+run)
+    for word; do image="$before"; before="$word"; done
+    [ "$image" = missing ] && { echo "no such image"; exit 125; }
+    exec 3<&0
+    setsid sh <&3 3<&- &
+    echo $! > "$5"
+    wait
+    echo ended >> "$0.calls";;
+exec) shift 2; exec "$@";;
+rm) kill -9 -"$(cat "$3")"; echo removed >> "$0.calls";;
+*) exit 2;;
+esac
 """
-"""Starts the shell that follows the image, and notes its arguments and its end."""
+"""Starts a shell that is no child of the client, like a container, and notes calls. It kills no other processes."""
 
 
 @pytest.fixture
@@ -56,15 +68,17 @@ def test_commands_run_in_a_container_of_the_episode_and_its_test_gives_the_rewar
     assert told(environment, "printf 'a\\nb'") == "a\nb"
     assert told(environment, "echo wrong >&2; exit 3") == "wrong\n\n[exit status 3]"
     assert told(environment, "cat; echo read") == "read\n"
-    assert told(environment, "seq 20000").count("characters left out") == 1
+    assert told(environment, "seq 20000").count("bytes left out") == 1
     messages, *_ = environment.step("<tool_call>{</tool_call>")
     assert messages is not None and "not valid JSON" in messages[0]["content"]
     told(environment, "touch made")
     assert environment.step("done") == (None, 1.0, True)
     environment.close()
-    call, end = docker.read_text().splitlines()
-    assert call == "run --rm -i --network none --memory 1g --cpus 2 python:3.12 sh"
-    assert end == "ended"
+    call, others, test, removal, *ends = docker.read_text().splitlines()
+    name = call.split()[4]
+    assert call == f"run --rm -i --name {name} --network none --memory 1g --cpus 2 python:3.12 sh"
+    assert others == f"exec {name} sh -c kill -9 -1" and test == f"exec {name} sh -c test -f made"
+    assert removal == f"rm --force {name}" and "removed" in ends
 
 
 def test_a_record_has_an_image_and_a_test_of_its_own(docker: Path) -> None:
@@ -72,33 +86,89 @@ def test_a_record_has_an_image_and_a_test_of_its_own(docker: Path) -> None:
     environment.reset({"image": "own", "test": "exit 1"})
     assert environment.step("done") == (None, 0.0, True)
     environment.close()
-    assert "--network" not in docker.read_text() and docker.read_text().split()[-3:-1] == [
-        "own",
-        "sh",
-    ]
+    call = docker.read_text().splitlines()[0]
+    assert "--network" not in call and call.endswith(" own sh")
 
 
-def test_a_command_that_is_stopped_ends_its_container(docker: Path) -> None:
+SLEEP = "echo $$ > pid; exec sleep 60"
+"""A command that writes the number of its process and lasts."""
+
+
+def assert_ended(file: Path) -> None:
+    """Wait until the process whose number a file has is gone."""
+    place = Path("/proc", file.read_text().strip(), "cmdline")
+    until = time.monotonic() + 10
+    while place.exists() and place.read_bytes():
+        assert time.monotonic() < until, "the process of a container is still there"
+        time.sleep(0.01)
+
+
+def test_a_command_that_is_stopped_ends_its_container(
+    docker: Path,
+) -> None:
+    def stop(*arguments: Any) -> None:
+        raise ActionTimeoutError
+
     environment = ContainerEnvironment(image="any", test="true")
     environment.reset({})
-    shell = environment._shell
-    assert shell is not None and shell.stdout is not None
-
-    class Late:
-        """Standard output whose reader is stopped at the time limit."""
-
-        def __iter__(self) -> Late:
-            return self
-
-        def __next__(self) -> bytes:
-            raise ActionTimeoutError
-
-    shell.stdout.close()
-    shell.stdout = Late()  # type: ignore[assignment]  # only iterated
-    with pytest.raises(ActionTimeoutError):
-        environment.step(bash("sleep 60"))
-    assert shell.wait(5) != 0
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(ActionTimeoutError):
+            environment.step(bash(SLEEP))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert_ended(docker.with_name("pid"))
     assert environment.step(bash("true")) == (None, 0.0, True)
+    environment.close()
+
+
+def test_a_worker_that_is_killed_leaves_no_container(docker: Path) -> None:
+    worker = os.fork()
+    if worker == 0:
+        try:
+            os.setpgid(0, 0)
+            environment = ContainerEnvironment(image="any")
+            environment.reset({})
+            environment.step(bash(SLEEP))
+        finally:
+            os._exit(0)
+    pid = docker.with_name("pid")
+    until = time.monotonic() + 10
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.killpg(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert_ended(pid)
+
+
+def test_a_process_that_reads_the_input_of_the_shell_does_not_decide_about_the_reward(
+    docker: Path,
+) -> None:
+    docker.with_name("forge").write_text(
+        "line=$(dd bs=8192 count=1 2>/dev/null); line=${line##*echo }; echo; echo ${line%% *} 0\n"
+    )
+    environment = ContainerEnvironment(image="any", test="exit 1")
+    environment.reset({})
+    files = "cd /proc/$PPID/fd; [ -e 10 ] && file=10 || file=0"  # dash keeps its input as 10
+    told(environment, f"{files}; setsid sh $OLDPWD/forge <$file >1 2>&1 & sleep 0.3")
+    assert environment.step("done") == (None, 0.0, True)
+    environment.close()
+
+
+def test_output_of_any_length_takes_little_memory(docker: Path) -> None:
+    environment = ContainerEnvironment(image="any")
+    environment.reset({})
+    tracemalloc.start()
+    try:
+        text = told(environment, "printf start; head -c 20000000 /dev/zero; printf end; exit 4")
+        assert tracemalloc.get_traced_memory()[1] < 2e6
+    finally:
+        tracemalloc.stop()
+    assert text.startswith("start") and text.endswith("\0end\n[exit status 4]")
+    assert "[19,980,008 bytes left out]" in text
+    assert told(environment, "echo next") == "next\n"
     environment.close()
 
 

@@ -1,23 +1,27 @@
 """The environment "container": each episode has a container of its own, in which the policy runs commands.
 
 A program starts a shell in the container and keeps its standard input open. Commands are written there, and a random mark
-ends the output of each. A command that exceeds `environment.action_time_limit` ends its container, and the next turn ends
-the episode without a reward. When the worker of the episode ends, however it ends, the shell reads the end of its input, and the
-container is removed. Each command is a process of its own: files stay, variables and the working directory do not.
+ends the output of each. Each command is a process of its own: files stay, variables and the working directory do not.
+A guard, a process of its own, removes the container when the episode or its worker ends, however it ends. A command
+that exceeds `environment.action_time_limit` also ends its container, and the next turn ends the episode without a reward.
 
-| program   | a container                                                                      |
-|-----------|----------------------------------------------------------------------------------|
-| docker    | `docker run --rm -i --network none --memory BYTES --cpus N IMAGE sh`             |
-| podman    | the same                                                                         |
-| apptainer | `apptainer exec --containall --writable-tmpfs --net --network none IMAGE sh`     |
+| program   | a container                                                                      | its removal         |
+|-----------|----------------------------------------------------------------------------------|---------------------|
+| docker    | `docker run --rm -i --name NAME --network none --memory BYTES --cpus N IMAGE sh` | `docker rm --force` |
+| podman    | the same                                                                         | `podman rm --force` |
+| apptainer | `apptainer exec --containall --writable-tmpfs --net --network none IMAGE sh`     | `kill` of its group |
 
 The turn of the policy calls the tool `bash`. A turn without a call ends the episode. Then `test`, a command, decides about the
-reward: 1 if it exits with 0, else 0. It runs in the same container, so the image must protect files that a test relies on.
+reward: 1 if it exits with 0, else 0. docker and podman first kill the other processes of the container, and run the test
+with `exec`. So its status comes from the program, and no command of the policy can answer for it. apptainer runs the test
+in the shell of the commands: a process that the policy left behind can answer for it. The test reads the files of the
+policy's container, so the image must protect files that a test relies on.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import os
 import secrets
 import shutil
@@ -30,9 +34,15 @@ from streamrl.executor.environment.tool_calls import ToolCallError, find_tool_ca
 
 Json = dict[str, Any]
 MOST_SHOWN = 20_000
-"""Characters of a command's output that the policy sees, about 5,000 tokens. The middle is left out."""
+"""Bytes of a command's output that are kept and shown, about 5,000 tokens. The middle is left out."""
+CHUNK = 2**16
+"""Bytes of output that are read at once."""
 LAST_TIME = 5.0
 """Seconds for the program to remove a container."""
+GUARD = 'cat >/dev/null; "$@" >/dev/null 2>&1'
+"""Shell script that executes its arguments when its standard input ends."""
+END_OTHERS = "kill -9 -1"
+"""Kills all processes of a container but its first one, which is the shell of the commands."""
 BASH: Json = {
     "type": "function",
     "function": {
@@ -56,23 +66,34 @@ class Limits(NamedTuple):
     network: bool
 
 
-def _docker(program: str, image: str, limits: Limits) -> list[str]:
+class Program(NamedTuple):
+    """The commands of a program that starts containers, without its own name at the front."""
+
+    start: Callable[[str, str, Limits], list[str]]
+    """Starts a shell in a container: of a name, an image and limits."""
+    remove: tuple[str, ...] | None
+    """Removes the container whose name follows; None: a container is a group of processes of this machine."""
+    execute: tuple[str, ...] | None
+    """Runs a command in the container whose name follows; None: it cannot."""
+
+
+def _docker(name: str, image: str, limits: Limits) -> list[str]:
     network = [] if limits.network else ["--network", "none"]
     size = ["--memory", limits.memory, "--cpus", f"{limits.cpus:g}"]
-    return [program, "run", "--rm", "-i", *network, *size, image, "sh"]
+    return ["run", "--rm", "-i", "--name", name, *network, *size, image, "sh"]
 
 
-def _apptainer(program: str, image: str, limits: Limits) -> list[str]:
+def _apptainer(name: str, image: str, limits: Limits) -> list[str]:
     network = [] if limits.network else ["--net", "--network", "none"]
-    return [program, "exec", "--containall", "--writable-tmpfs", *network, image, "sh"]
+    return ["exec", "--containall", "--writable-tmpfs", *network, image, "sh"]
 
 
-PROGRAMS: dict[str, Callable[[str, str, Limits], list[str]]] = {
-    "docker": _docker,
-    "podman": _docker,
-    "apptainer": _apptainer,
+PROGRAMS = {
+    "docker": Program(_docker, ("rm", "--force"), ("exec",)),
+    "podman": Program(_docker, ("rm", "--force"), ("exec",)),
+    "apptainer": Program(_apptainer, None, None),
 }
-"""By program: its command that starts a shell in a container. The first one on the PATH is used."""
+"""Programs by name. The first one on the PATH is used."""
 
 
 def find_program(wanted: str = "auto") -> str:
@@ -123,6 +144,9 @@ class ContainerEnvironment:
         self._program = program
         self._limits = Limits(memory, cpus, network)
         self._shell: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._execute: list[str] = []
+        """Runs a command in the container, before the command; empty if the program cannot."""
 
     @classmethod
     def prepare(cls, program: str = "auto", **others: Any) -> None:
@@ -142,13 +166,12 @@ class ContainerEnvironment:
             )
         self._test = str(task.get("test") or self._test)
         name = find_program(self._program)
-        self._shell = subprocess.Popen(
-            PROGRAMS[name](name, image, self._limits),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/")},
-        )
+        program, container = PROGRAMS[name], f"streamrl-{secrets.token_hex(8)}"
+        self._execute = [name, *program.execute, container] if program.execute else []
+        self._shell = _start([name, *program.start(container, image, self._limits)])
+        group = ["kill", "-9", f"-{self._shell.pid}"]
+        remove = [name, *program.remove, container] if program.remove else group
+        self._guard = _start(["sh", "-c", GUARD, "sh", *remove])
         told, status = self._run("true")
         if status != 0:
             raise RuntimeError(
@@ -163,54 +186,100 @@ class ContainerEnvironment:
         except ToolCallError as error:
             return [_answer(f"Error: {error}")], 0.0, False
         if not calls or self._shell is None:
-            is_right = self._shell is not None and self._test and self._run(self._test)[1] == 0
-            return None, float(bool(is_right)), True
+            return None, float(self._shell is not None and self._is_right()), True
         return [_answer(self._shown(call.arguments.get("command"))) for call in calls], 0.0, False
 
     def _shown(self, command: object) -> str:
         if not isinstance(command, str):
             return "Error: bash needs the argument command, a string"
         output, status = self._run(command)
-        if len(output) > MOST_SHOWN:
-            half = MOST_SHOWN // 2
-            left_out = len(output) - 2 * half
-            output = f"{output[:half]}\n[{left_out:,} characters left out]\n{output[-half:]}"
         return output if status == 0 else f"{output}\n[exit status {status}]"
+
+    def _is_right(self) -> bool:
+        """Return whether the test exits with 0."""
+        if not self._test:
+            return False
+        if not self._execute:
+            return self._run(self._test)[1] == 0
+        try:
+            for command in (END_OTHERS, self._test):
+                status = subprocess.call(
+                    [*self._execute, "sh", "-c", command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=_variables(),
+                )
+        except BaseException:
+            self.close()
+            raise
+        return status == 0
 
     def _run(self, command: str) -> tuple[str, int | None]:
         """Return the output of a command, and its exit status; None if the container has ended."""
         shell = self._shell
-        assert shell is not None and shell.stdin is not None and shell.stdout is not None
+        assert shell is not None and shell.stdin is not None
         mark = secrets.token_hex(16)
         text = base64.b64encode(command.encode()).decode()
         line = f'sh -c "$(echo {text} | base64 -d)" </dev/null 2>&1; s=$?; echo; echo {mark} $s\n'
-        lines: list[bytes] = []
         with suppress(BrokenPipeError):
             shell.stdin.write(line.encode())
             shell.stdin.flush()
         try:
-            for got in shell.stdout:
-                if got.startswith(mark.encode()):
-                    output = b"".join(lines).removesuffix(b"\n")
-                    return output.decode(errors="replace"), int(got.split()[1])
-                lines.append(got)
+            return self._read(f"\n{mark} ".encode())
         except BaseException:  # the action's time is over, and the command cannot be stopped alone
-            self._shell = None
-            shell.kill()
+            self.close()
             raise
-        return b"".join(lines).decode(errors="replace"), None
+
+    def _read(self, mark: bytes) -> tuple[str, int | None]:
+        """Return the output before a mark, and the exit status after it."""
+        assert self._shell is not None and isinstance(self._shell.stdout, io.BufferedReader)
+        half = MOST_SHOWN // 2
+        head, tail, left_out, status = b"", b"", 0, None
+        while status is None and (part := self._shell.stdout.read1(CHUNK)):
+            tail += part
+            output, found, after = tail.partition(mark)
+            number, is_whole, _ = after.partition(b"\n")  # a process left behind may write more
+            if found and is_whole:
+                tail, status = output, int(number) if number.isdigit() else 1
+            if not head and len(tail) > MOST_SHOWN:
+                head, tail = tail[:half], tail[half:]
+            if head:
+                kept = half if status is not None else half + len(mark) + 8
+                left_out += max(0, len(tail) - kept)
+                tail = tail[-kept:]
+        middle = f"\n[{left_out:,} bytes left out]\n" if left_out else ""
+        return f"{head.decode(errors='replace')}{middle}{tail.decode(errors='replace')}", status
 
     def close(self) -> None:
-        """End the shell, which removes the container."""
+        """Remove the container."""
         shell, self._shell = self._shell, None
-        if shell is None or shell.stdin is None:
-            return
-        with suppress(BrokenPipeError):
-            shell.stdin.close()
-        try:
-            shell.wait(LAST_TIME)
-        except subprocess.TimeoutExpired:
-            shell.kill()
+        guard, self._guard = self._guard, None
+        for process in (guard, shell):
+            if process is None or process.stdin is None:
+                continue
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(LAST_TIME)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process that no signal to the group of this one reaches."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_variables(),
+        start_new_session=True,
+    )
+
+
+def _variables() -> dict[str, str]:
+    return {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/")}
 
 
 def _answer(text: str) -> Json:
