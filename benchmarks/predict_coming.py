@@ -34,8 +34,8 @@ COMING = PROFILES / "published" / "coming_steps.toml"
 PAGE = Path("docs/predictions.md")
 HEAD = """# Predictions made before the results
 
-Each section has what one version predicted of steps whose published seconds nobody had read then. The date and the
-commit stand above it. A later version fills in the last column, and never changes a prediction.
+Each section has what one version predicted of steps whose published seconds nobody of this project had read then. Some
+may already have been public. The date and the commit stand above it. A later version fills in the last column, and never changes a prediction.
 
 `python -m benchmarks.predict_coming` adds a section for the steps of `profiles/published/coming_steps.toml`.
 """
