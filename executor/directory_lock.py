@@ -6,8 +6,10 @@ The kernel releases the lock when the process ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -55,7 +57,7 @@ class DirectoryLock:
     def _take(self) -> str:
         if self._file is not None:
             return ""
-        file = self._path.open("a+", encoding="utf-8")
+        file = os.fdopen(_open_lock(self._path, os.O_RDWR | os.O_CREAT), "a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,8 +83,26 @@ class DirectoryLock:
 def is_abandoned(directory: Path) -> bool:
     """Return whether the process that locked a directory is dead; False if that is unknown."""
     try:
-        with (directory / LOCK).open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        descriptor = _open_lock(directory / LOCK, os.O_RDONLY)
     except OSError:
         return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     return True
+
+
+def _open_lock(path: Path, flags: int) -> int:
+    """Open the file of a lock, which others may have made, and return its descriptor.
+
+    Raises:
+        OSError: the path is a link or a special file; nothing is written to what it points at.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "a lock must be a regular file; remove this one", str(path))
+    return descriptor

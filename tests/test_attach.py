@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from streamrl.engine.policies.staleness import AWAY
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.engine.trainer_side import ABSENT, LEADER
-from streamrl.executor.directory_lock import DirectoryLock
+from streamrl.executor.directory_lock import LOCK, DirectoryLock, is_abandoned
 from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.subscribers.attach_requests import (
     Attach,
@@ -438,3 +439,18 @@ def test_the_leaders_tokens_are_those_of_a_run_that_nobody_joined(roomy: Path) -
     assert what_it_made(directory) == what_it_made(Path(alone.execute.output))
     done = streamrl("replay", directory)
     assert done.returncode == 0 and "late" in done.stdout and ABSENT in done.stdout
+
+
+def test_a_lock_that_is_a_link_or_no_file_is_refused_and_not_written_to(tmp_path: Path) -> None:
+    other = tmp_path / "notes"
+    other.write_text("keep")
+    linked, special = tmp_path / "linked", tmp_path / "special"
+    for directory in (linked, special):
+        directory.mkdir()
+    (linked / LOCK).symlink_to(other)
+    os.mkfifo(special / LOCK)
+    for directory in (linked, special):
+        with pytest.raises(OSError, match="lock"):
+            DirectoryLock(directory).take()
+        assert not is_abandoned(directory)
+    assert other.read_text() == "keep"

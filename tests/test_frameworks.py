@@ -89,6 +89,13 @@ def test_a_release_that_holds_for_one_back_end_leaves_the_others_as_they_are() -
     ("changes", "told"),
     [
         ({"framework.name": "verl", "framework.version": "1.5"}, "0.5, 0.6, 0.7, 0.8, 0.9 of verl"),
+        *(
+            (
+                {"framework.name": "nemo-rl", "framework.version": odd},
+                "0.3, 0.4, 0.5, 0.6, 0.7 of nemo-rl",
+            )
+            for odd in ("0.6.zzz", "0.7.")
+        ),
         ({"framework.name": "miles", "framework.version": "1"}, "no release is known of miles"),
         ({"framework.version": "0.7"}, "no framework is named; set framework.name"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -38,6 +39,8 @@ from streamrl.runfile.units import NO_FACTOR, Bandwidth, Duration, Factor, read_
 FRAMEWORKS = PROFILES / "frameworks"
 USUAL = "usual"
 """The file with seconds for frameworks that have no published ones of their own."""
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.(post|dev)\d+)?")
+"""A version, such as 0.7.1 or 0.7.0rc1."""
 SYNC_BACKEND, SYNC_MODE = "sync.backend", "sync.mode"
 
 Value = str | int | float | bool
@@ -88,7 +91,8 @@ class Release(_Table, frozen=True, kw_only=True):
 
     def is_of(self, version: str) -> bool:
         """Whether a version belongs to this release."""
-        return f"{version}.".startswith(f"{self.version}.")
+        is_version = _VERSION.fullmatch(version) is not None
+        return is_version and f"{version}.".startswith(f"{self.version}.")
 
 
 class ExtraPass(_Table, frozen=True, kw_only=True):
