@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -162,5 +163,5 @@ def read_probe(path: Path) -> PromptProbe | None:
                 return None
             own = {name: arrays[name] for name in ARRAYS}
             return PromptProbe(str(arrays["probe_of"]), intercept=float(arrays["intercept"]), **own)
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None

@@ -239,3 +239,11 @@ def test_the_bytes_of_a_trace_do_not_depend_on_how_paths_are_written(
     spelled = [Path("run.toml"), tmp_path / "run.toml", Path("..", tmp_path.name, "run.toml")]
     traces = {simulate_steady(load_run(path)).encode() for path in spelled}
     assert len(traces) == 1
+
+
+def test_a_link_in_the_place_of_a_partial_file_is_not_followed(tmp_path: Path) -> None:
+    other, path = tmp_path / "notes", tmp_path / "results.json"
+    other.write_text("keep")
+    partial_of(path).symlink_to(other)
+    write_file(path, "{}")
+    assert path.read_text() == "{}" and not path.is_symlink() and other.read_text() == "keep"

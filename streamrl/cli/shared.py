@@ -162,7 +162,7 @@ def claim_file(path: Path, option: str = "--output") -> None:
     check_writable(path.parent, option)
     partial = partial_of(path.resolve())
     UNTIL_END.enter_context(_made(partial.parent))
-    UNTIL_END.enter_context(_locked_alone(partial, path, os.O_RDWR | os.O_CREAT))
+    UNTIL_END.enter_context(_locked_alone(partial, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
     UNTIL_END.callback(partial.unlink, missing_ok=True)
 
 

@@ -52,7 +52,7 @@ def read_prompt_tokens(directory: Path) -> list[Ids]:
     try:
         with np.load(directory / PROMPTS, allow_pickle=False) as arrays:
             return np.split(arrays["ids"], arrays["ends"][:-1])
-    except (OSError, KeyError, ValueError, BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
         raise ValueError(
             f"{directory / PROMPTS}: cannot read token ids of prompts: {error}"
         ) from None

@@ -66,6 +66,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if partial.is_symlink():  # somebody else made it, and its target is not ours
+                partial.unlink()
             yield partial
             partial.replace(path)
     finally:
