@@ -264,7 +264,9 @@ def test_a_script_is_one_that_a_shell_reads_and_names_no_option_twice(
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_framework_has_no_option_for_stands_in_a_comment(name: ExportName) -> None:
     settings = ["policies.dispatch=round-robin", "policies.group_placement=together"]
+    settings += ["lending.replicas=1", "lending.tensor_parallel=2"]
     _, _, comments = read_script(script_of(load_run(MAIN, settings), name))
+    assert "[lending] = 1 x TP2 on the trainer's GPUs" in comments
     assert "policies.order = longest-first" in comments
     assert "policies.dispatch = round-robin" in comments
     assert "policies.group_placement = together" in comments

@@ -68,6 +68,7 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
         *_policies(run.policies, run.algorithm, run.framework.optimizer_steps),
         *_sync(run.sync),
         *_rewards(run.verifier),
+        *_lending(run.lent),
     ]
     return {value.name: value for value in found}
 
@@ -393,6 +394,13 @@ def _rewards(verifier: VerifierConfig) -> Iterator[PlannedValue]:
             yield PlannedValue(
                 "reward_model", f"verifier.reward.{place}.model", reward.model, ALWAYS
             )
+
+
+def _lending(lent: RolloutConfig | None) -> Iterator[PlannedValue]:
+    """Yield the replicas on the trainer's GPUs, if it lends them."""
+    if lent is not None:
+        shown = f"{lent.replicas} x TP{lent.tensor_parallel} on the trainer's GPUs"
+        yield PlannedValue("lending", "[lending]", shown, ALWAYS)
 
 
 def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:
