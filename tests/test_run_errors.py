@@ -15,7 +15,7 @@ from streamrl.runfile.checks import CHECKS
 from streamrl.runfile.choices import choices_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
-from streamrl.runfile.field_checks import BOUNDS, check_bounds, find_errors
+from streamrl.runfile.field_checks import BOUNDS, check_bounds, find_errors, sections_of
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import FOLLOWERS, join_key, split_key, split_trainers
 from streamrl.runfile.section import Section
@@ -254,7 +254,7 @@ def test_counts_of_a_pool_and_a_side_are_at_least_one() -> None:
     ):
         assert error_of(table_with(key, 0)).allowed == Bounds(1)
     assert error_of(table_with("execute.threads", 100_000)).allowed == Bounds(1, 1024)
-    check_bounds(small_run())
+    check_bounds(sections_of(small_run()))
 
 
 @pytest.mark.parametrize("key", ["execute.output", "workload.prompts", "costs.profile"])

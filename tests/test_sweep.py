@@ -6,21 +6,26 @@ import csv
 import json
 import math
 import re
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from streamrl.record.metrics import measure
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, read_study, write_study
-from streamrl.runfile.files import load_run
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import change_run, decode_run, encode_run, load_run
 from streamrl.runfile.sweep import Axis, make_grid, parse_axis
+from streamrl.sim.parallel import spread_over
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
 from streamrl.sim.studies.results import StudyRow
@@ -403,17 +408,101 @@ def test_a_study_that_was_interrupted_repeats_only_what_had_not_finished(tmp_pat
     assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted([*kept, cut])
 
 
-def test_finished_simulations_of_other_code_or_run_files_are_not_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+INPUTS = {
+    "lengths.csv": "output_tokens\n100\n200\n",
+    "prompts.jsonl": '{"prompt": "p", "answer": "a"}\n',
+    "own_dispatch.py": "from own_base import LastReplica\n",
+    "own_base.py": """
+from streamrl.engine.policies.dispatch import Dispatch
+
+class LastReplica(Dispatch):
+    def choose(self, state, rollout):
+        return state.fleet.fresh(rollout.group.oldest_version)[-1]
+""",
+}
+"""Files that the run of `study_inputs` names, and one that the code of these imports."""
+ROW = StudyRow(place=(), seed=0, figures={"step_time": math.nan})
+
+
+@pytest.fixture
+def study_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Return an encoded run that reads `INPUTS` in `tmp_path`."""
+    for name, text in INPUTS.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {
+        "workload.lengths": {"kind": "empirical", "source": str(tmp_path / "lengths.csv")},
+        "workload.prompts": str(tmp_path / "prompts.jsonl"),
+        "verifier.scorer": "exact",
+        "policies.dispatch": "own_dispatch:LastReplica",
+    }
+    return encode_run(LOAD(changes))
+
+
+def test_finished_simulations_are_reused_for_the_same_run_file_and_code(
+    tmp_path: Path, study_inputs: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = StudyRow(place=(), seed=0, figures={"step_time": math.nan})
+    run, other, third = (encode_run(replace_seed(study_inputs, seed)) for seed in range(3))
     first = FinishedJobs(tmp_path / FINISHED)
-    first.add(b"run", row)
-    first.add(b"other", "does not finish")
+    assert first.missing([run, other, run]) == [run, other]
+    first.add(run, ROW)
+    first.add(other, "does not finish")
     jobs = FinishedJobs(tmp_path / FINISHED)
-    found = jobs.find(b"run")
+    assert jobs.missing([run, other, third]) == [third]
+    found = jobs.find(run)
     assert isinstance(found, StudyRow) and math.isnan(found.figures["step_time"])
-    assert jobs.find(b"other") == "does not finish"
-    assert jobs.find(b"third") is None
+    assert jobs.find(other) == "does not finish"
     monkeypatch.setattr("streamrl.sim.studies.finished_jobs._digest_of_package", lambda: b"")
-    assert jobs.find(b"run") is None
+    assert jobs.missing([run]) == [run]
+
+
+def replace_seed(run: bytes, seed: int) -> Run:
+    return msgspec.structs.replace(decode_run(run), seed=seed)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_simulations_of_changed_input_files_are_done_again(
+    name: str, tmp_path: Path, study_inputs: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = FinishedJobs(tmp_path / FINISHED)
+    first.missing([study_inputs])
+    first.add(study_inputs, ROW)
+    assert not FinishedJobs(tmp_path / FINISHED).missing([study_inputs]) and not caplog.text
+    (tmp_path / name).write_text(INPUTS[name] + "\n")
+    jobs = FinishedJobs(tmp_path / FINISHED)
+    assert jobs.missing([study_inputs]) == [study_inputs]
+    assert f"1 finished simulations in {tmp_path / FINISHED} had other input files" in caplog.text
+
+
+def test_an_input_file_that_changes_during_a_study_ends_it(
+    tmp_path: Path, study_inputs: bytes
+) -> None:
+    jobs = FinishedJobs(tmp_path / FINISHED)
+    jobs.missing([study_inputs])
+    (tmp_path / "lengths.csv").write_text("output_tokens\n300\n")
+    with pytest.raises(ValueError, match="changed while it was simulated"):
+        jobs.add(study_inputs, ROW)
+    assert not (tmp_path / FINISHED).exists()
+
+
+def test_a_continued_study_has_no_rows_of_other_lengths(tmp_path: Path) -> None:
+    file, lengths = tmp_path / FINISHED, tmp_path / "lengths.csv"
+    lengths.write_text("output_tokens\n100\n200\n")
+    changes = {
+        "workload.lengths": {"kind": "empirical", "source": str(lengths)},
+        "algorithm.prompts_per_step": 8,
+        "simulate.max_steps": 2,
+    }
+    grid = make_grid(partial(load_with, changes), (), axes("rollout.max_running=8,16"))
+    with spread_over(partial(OneThread, 1)):
+        run_sweep(grid, 1, finished=file)
+        first, _ = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(first)
+        lengths.write_text("output_tokens\n600\n1200\n")
+        continued = run_sweep(grid, 1, finished=file)[1]
+        assert repr(continued) == repr(run_sweep(grid, 1)[1])
+
+
+def load_with(changes: dict[str, Any], overrides: Sequence[str]) -> Run:
+    return change_run(LOAD(changes), overrides)

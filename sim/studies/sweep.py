@@ -40,8 +40,8 @@ def run_sweep(
         finished: file of finished simulations, which are read and not repeated; None to keep none.
 
     Raises:
-        ValueError: a combination cannot be simulated and `skips` is false, or no combination is
-            left.
+        ValueError: a combination cannot be simulated and `skips` is false, no combination is left,
+            the file of finished simulations is damaged, or an input file changes meanwhile.
         RuntimeError: no combination finishes.
     """
     with worker_pool() as pool:
@@ -72,7 +72,7 @@ def _simulate(
     """Simulate every combination with every seed, and separate those that do not finish."""
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
-    missing = [run for run in dict.fromkeys(runs) if jobs.find(run) is None]
+    missing = jobs.missing(runs)
     answers(pool, _measure, missing, _counted(watch, "simulating", len(missing)), jobs.add)
     found = [jobs.find(run) for run in runs]
     unfinished: dict[tuple[int, ...], RejectedCell] = {}

@@ -18,7 +18,7 @@ from streamrl.runfile.environment_checks import check_credit, check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.evaluation_checks import check_checkpoints, check_evaluation
 from streamrl.runfile.evaluation_config import EvaluationConfig
-from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds
+from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds, sections_of
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.length_words import stated_figures
@@ -720,7 +720,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_model(run.model),
     lambda run: _check_stops(run.rollout),
     lambda run: _check_servers(run.rollout),
-    check_bounds,
+    lambda run: check_bounds(sections_of(run)),
     *POOL_CHECKS,
     lambda run: _check_algorithms(
         run.as_seen_by(number).algorithm for number in range(run.num_trainers)

@@ -9,7 +9,7 @@ of a table is said of one in which nothing else is wrong.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain
 from types import NoneType, UnionType
@@ -588,12 +588,24 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
 }
 
 
-def check_bounds(run: Run) -> None:
+def check_bounds(sections: Iterable[tuple[str, Section]]) -> None:
     """Raise `RunError` where a number is out of bounds, or not finite."""
+    raise_all(error for key, section in sections for error in _bounds_errors(key, section))
+
+
+def sections_of(run: Run) -> Iterator[tuple[str, Section]]:
+    """Yield a run and every section of it, with their keys."""
     followers = enumerate(run.followers, start=1)
-    sections = ((trainer_key(trainer), follower) for trainer, follower in followers)
-    places = chain(_sections(run), *(_sections(s, key) for key, s in sections))
-    raise_all(error for key, section in places for error in _bounds_errors(key, section))
+    return chain(_sections(run), *(_sections(each, trainer_key(at)) for at, each in followers))
+
+
+def code_of(sections: Iterable[tuple[str, Section]]) -> Iterator[str]:
+    """Yield each class from outside this package that sections choose, as "module:Class"."""
+    for _, section in sections:
+        for field in _fields(type(section)):
+            choices, value = choices_of(without_none(field.type)), getattr(section, field.name)
+            if choices is not None and value is not None and value not in choices.own:
+                yield choices.path_of(value)
 
 
 def _bounds_errors(key: str, section: Section) -> Iterator[RunError]:

@@ -33,6 +33,8 @@ PATH_KEYS = (
     "plan.staleness_study",
 )
 """Dotted keys; `workload.lengths.source` may be a name in profiles/lengths instead."""
+WRITTEN_KEYS = ("execute.output", "execute.checkpoints.export", "rollout.external.directory")
+"""Those of `PATH_KEYS` whose paths a run writes and does not read."""
 SCORER, IMPLEMENTATION = ".scorer", ".implementation"
 """What the keys end with whose values may have a path in them: that of a file with a function or class."""
 TOOLS = "environment.tools."
