@@ -506,3 +506,13 @@ def test_a_continued_study_has_no_rows_of_other_lengths(tmp_path: Path) -> None:
 
 def load_with(changes: dict[str, Any], overrides: Sequence[str]) -> Run:
     return change_run(LOAD(changes), overrides)
+
+
+@pytest.mark.parametrize(
+    "line", ["garbage", '["run", "inputs"]', '["run", "inputs", {"seed": 1}]', "[" * 99_999, "\xff"]
+)
+def test_a_damaged_line_of_finished_simulations_is_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / FINISHED
+    file.write_bytes(b'["run", "inputs", "does not finish"]\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=f"{file}: line 2 is no finished simulation: .*Remove"):
+        FinishedJobs(file)

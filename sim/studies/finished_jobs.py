@@ -50,14 +50,24 @@ class FinishedJobs:
     """The answers of finished jobs, by the run file of each."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the answers in a file; without a file, keep them in memory."""
+        """Read the answers in a file; without a file, keep them in memory.
+
+        Raises:
+            ValueError: a line of the file is damaged.
+        """
         self._answers: dict[Job, StudyRow | str] = {}
         self._jobs: dict[bytes, Job] = {}
         self._path = path
         if path is not None and path.exists():
             *lines, _ = path.read_bytes().split(b"\n")  # the last one is cut, or empty
-            for line in lines:
-                job, answer = _read_line(line)
+            for number, line in enumerate(lines, start=1):
+                try:
+                    job, answer = _read_line(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(
+                        f"{path}: line {number} is no finished simulation: {error}. Remove this line, "
+                        "or the file to begin again."
+                    ) from None
                 self._answers[job] = answer
             path.write_bytes(b"".join(line + b"\n" for line in lines))
 
