@@ -78,7 +78,7 @@ HOW_TO_READ = (
     "How to read it:",
     "",
     "- *rows without a fit*: no program fitted a constant to these rows. But terms and inputs were chosen by people who knew them,",
-    "  so these errors are not blind. Predictions with a date before their results are in [predictions](predictions.md).",
+    "  so these errors are not blind. Predictions that were dated before anyone of this project read the results are in [predictions](predictions.md).",
     "- *sources*: how many repositories, papers or logs these rows are from. Rows of one source are alike.",
     "- *median* and *p90* are absolute errors of predictions, relative to the published value. With fewer than 20 rows, the column",
     "  shows the worst error instead of p90. One configuration that was published for three releases has three rows: the 47 of NeMo-RL",

@@ -26,6 +26,7 @@ from streamrl.runfile.files import decode_run
 from streamrl.runfile.paths import WRITTEN_KEYS, paths_of
 from streamrl.runfile.profile_folder import PROFILES
 from streamrl.runfile.reading import MOST_DATA
+from streamrl.runfile.result_files import naming
 from streamrl.sim.studies.results import StudyRow
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class FinishedJobs:
         self._answers[job] = answer
         if self._path is not None:
             line = json.dumps([*job, msgspec.to_builtins(answer)])  # it may have NaN
-            with self._path.open("ab") as file:
+            with naming(self._path), self._path.open("ab") as file:
                 file.write(line.encode() + b"\n")
 
 
