@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, TypeAlias
@@ -160,6 +161,7 @@ class Attempts:
         self._patience = patience
         self._num_failed = 0
         self._ended = asyncio.Event()
+        self._is_over = False
 
     @property
     def pause(self) -> float:
@@ -168,22 +170,22 @@ class Attempts:
         return 0.0 if not self._num_failed or is_first else self._patience / max(1, self._most - 2)
 
     async def wait(self) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            ConnectionError: the pause was ended.
-        """
+        """Wait before the next attempt, at most until `end_pause`."""
+        if self._is_over:
+            return
         self._ended.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self.pause):
                 await self._ended.wait()
-        except TimeoutError:
-            return
-        raise ConnectionError("the run or its trainer ended before the next attempt")
 
     def end_pause(self) -> None:
         """End a pause at once."""
         self._ended.set()
+
+    def end_pauses(self) -> None:
+        """End a pause at once, and make no more: the run stops."""
+        self._is_over = True
+        self.end_pause()
 
     def fail(self) -> bool:
         """Count a failed attempt; return whether it was the last one."""

@@ -227,7 +227,7 @@ class RealWorld(World[Trace]):
             self._over.set()
             return
         self._is_interrupted = True
-        self._attempts.end_pause()
+        self._attempts.end_pauses()
         self._buffer.keep_files()
         asyncio.get_running_loop().call_later(self.stop_time, self._over.set)
         self.emit(Interrupted(reason, saves=self._run.execute.grace > 0))
@@ -341,6 +341,7 @@ class RealWorld(World[Trace]):
                 self._buffer.skip(command)
                 return None
             case Stop():
+                self._attempts.end_pauses()
                 self._buffer.keep_files()
                 return None
             case Drop():
@@ -442,24 +443,26 @@ class RealWorld(World[Trace]):
         await asyncio.gather(*aborts, return_exceptions=True)  # a lost replica fails by itself
 
     async def _push(self, command: PushWeights) -> Event:
-        """Push weights; pause before a repetition, and lose replicas that the last attempt does not reach.
+        """Push weights; pause after a failure, and lose replicas that the last attempt does not reach.
 
-        After the pauses, the loss of a machine has been noticed, or the machine is back.
+        After the pauses, the loss of a machine has been noticed, or the machine is back. The engine repeats the push
+        after the pause, with the version that the trainer has then.
         """
-        await self._attempts.wait()
+        num_lost = self._trainers.num_lost[LEADER]
         try:
             pushed = await self._transfer.push(command)
-        except UnreachedError as error:
-            if not self._attempts.fail():
+        except Exception as error:
+            is_last = self._attempts.fail()
+            is_there = self._trainers.num_lost[LEADER] == num_lost
+            if is_there and not is_last:
+                await self._attempts.wait()
+            if not is_last or not isinstance(error, UnreachedError):
                 raise
             for replica in error.replicas:
                 if replica in self._replicas:
                     self._replicas[replica].kill(f"cannot be given weights: {error}")
                     self._lose_replica(replica, f"cannot be given weights: {error}")
             pushed = await self._transfer.push(command)
-        except Exception:
-            self._attempts.fail()
-            raise
         self._attempts.succeed()
         return pushed
 
@@ -477,8 +480,8 @@ class RealWorld(World[Trace]):
         began_at, replica = self.now, self._replica(command.replica)
         replica.hold()
         await self._lent_gpus.lend(command.replica)
-        manifest = await self._transfer.fetch(command.version, command.replica)
-        checksum = await replica.lend(command, manifest)
+        fetched = self._transfer.fetch(command.version, command.replica)
+        checksum = await replica.lend(command, fetched)
         return Lent(command.replica, command.version, self.now - began_at, checksum)
 
     async def _take_back(self, command: TakeBack) -> Event:

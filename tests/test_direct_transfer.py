@@ -302,6 +302,101 @@ def test_a_loss_in_mid_broadcast_costs_no_version_and_only_the_role_that_is_lost
     bench.run(go)
 
 
+class Source:
+    """A trainer that packs versions in this process; `lose` starts it again without them."""
+
+    def __init__(self) -> None:
+        self.worker: object = object()
+        self.packed: set[int] = set()
+        self.version = 1
+        self.turn = asyncio.Event()
+        self.turn.set()
+
+    def lose(self) -> None:
+        self.worker, self.packed = object(), set()
+
+    async def push(self, version: int, directory: Path) -> Manifest:
+        raise NotImplementedError
+
+    async def pack(self, version: int, kept: list[int]) -> Manifest:
+        if version != self.version:
+            raise ValueError(f"the current version is {self.version}")
+        self.packed.add(version)
+        return Manifest(version=version, buckets=[], is_packed=True)
+
+    async def listen(self) -> str:
+        return "somewhere"
+
+    async def send(self, version: int, seat: BroadcastRank) -> None:
+        await self.turn.wait()
+        if version not in self.packed:
+            raise ValueError(f"version {version} is not packed here")
+
+
+class Target:
+    """A replica that receives at once."""
+
+    is_up = False
+
+    async def receive(self, manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+        pass
+
+
+def test_a_restarted_trainer_packs_what_it_is_asked_to_push_again() -> None:
+    async def go() -> None:
+        source = Source()
+        transfer = DirectTransfer(source, "gloo", PATIENCE)
+        transfer.join(0, "", Target())
+        await transfer.push(PushWeights(1, 0))
+        source.lose()
+        with pytest.raises(ConnectionError, match="weights of step 1 were lost with the trainer"):
+            await transfer.fetch(1, 0)
+        await transfer.push(PushWeights(1, 0))
+        assert source.packed == {1} and await transfer.fetch(1, 0) is not None
+
+    asyncio.run(go())
+
+
+def test_a_version_is_packed_before_a_slow_send_lets_the_trainer_make_the_next() -> None:
+    async def go() -> None:
+        source = Source()
+        transfer = DirectTransfer(source, "gloo", PATIENCE)
+        transfer.join(0, "", Target())
+        await transfer.push(PushWeights(1, 0))
+        source.version = 2
+        source.turn.clear()
+        sending = asyncio.create_task(transfer.fetch(1, 0))
+        pushing = asyncio.create_task(transfer.push(PushWeights(2, 0)))
+        await asyncio.sleep(0.01)
+        source.version = 3
+        source.turn.set()
+        await sending
+        assert (await pushing).version == 2
+
+    asyncio.run(go())
+
+
+def test_a_trainer_whose_broken_connection_is_noticed_first_is_what_is_lost() -> None:
+    async def go() -> None:
+        source, target = Source(), Target()
+        transfer = DirectTransfer(source, "gloo", PATIENCE)
+        target.is_up = True
+        transfer.join(0, "", target)
+
+        async def send(version: int, seat: BroadcastRank) -> None:
+            await asyncio.sleep(0.01)
+            raise WorkerLostError("gone")
+
+        async def receive(manifest: Manifest, seat: BroadcastRank, kept: list[int]) -> None:
+            raise ConnectionError("connection reset")
+
+        source.send, target.receive = send, receive  # type: ignore[method-assign]
+        with pytest.raises(WorkerLostError, match="gone"):
+            await transfer.push(PushWeights(1, 0))
+
+    asyncio.run(go())
+
+
 # The key -----------------------------------------------------------------------------------------
 
 

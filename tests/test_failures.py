@@ -14,17 +14,23 @@ from streamrl.engine.messages import (
     Generate,
     Interrupted,
     LoadWeights,
+    PushWeights,
     ReplicaLost,
     SaveCheckpoint,
     StartReplica,
+    StartTrainer,
     Stop,
     Train,
+    TrainerLost,
+    TrainerStarted,
     Verified,
     Verify,
     WeightsLoaded,
     WeightsPushed,
 )
-from tests.runs import done, generated, of, script, singles
+from streamrl.engine.systems import build_engine
+from streamrl.engine.trainer_side import LEADER
+from tests.runs import checked_world, done, generated, of, script, singles, small_run
 
 # Failures and the end -----------------------------------------------------------------------------
 
@@ -64,6 +70,29 @@ def test_a_run_stops_when_more_replicas_are_lost_than_may_be_restarted() -> None
     assert isinstance(commands[0], Stop)
     assert not of(StartReplica, commands)
     assert len(of(Drop, commands)) == 4
+
+
+def test_a_start_without_weights_of_a_lost_trainer_waits_for_its_push_and_is_not_counted() -> None:
+    changes = {"policies.max_restarts": 1, "execute.checkpoint_every": 1, "algorithm.steps": 5}
+    run = small_run({"sync.wire": "broadcast", **changes})
+    engine = build_engine(run)
+    for entry in checked_world(run).run().entries:
+        engine.handle(entry.event, entry.time)
+        if isinstance(entry.event, WeightsPushed):
+            break
+    saved, now = engine.state.leader.checkpoint_version, entry.time
+    assert (engine.state.pushed_version, saved) == (1, 2)
+    assert of(StartReplica, engine.handle(ReplicaLost(0, "gone"), now)) == [StartReplica(2, 1)]
+    commands = engine.handle(TrainerLost(LEADER, "gone"), now)
+    assert of(StartTrainer, commands) == [StartTrainer(LEADER, saved)]
+    commands = engine.handle(Failed(StartReplica(2, 1), "no weights"), now)
+    assert not of(StartReplica, commands) and not of(Stop, commands)
+    commands = engine.handle(TrainerStarted(LEADER, saved), now)
+    assert of(PushWeights, commands) == [PushWeights(saved, LEADER)]
+    commands = engine.handle(WeightsPushed(saved, 1), now)
+    assert of(StartReplica, commands) == [StartReplica(3, saved)]
+    commands = engine.handle(Failed(StartReplica(3, saved), "broken"), now)
+    assert of(Stop, commands) and not of(StartReplica, commands)
 
 
 @pytest.mark.parametrize(

@@ -160,13 +160,15 @@ class Replica:
         """Let rollouts that are sent from now on wait for new weights."""
         self._may_generate.clear()
 
-    async def lend(self, command: Lend, manifest: Manifest | None) -> str:
+    async def lend(self, command: Lend, fetched: Awaitable[Manifest | None]) -> str:
         """Wake up, load weights unless they are the initial ones, and let held rollouts begin; return the checksum.
 
         Raises:
-            WorkerLostError: it does not wake up, or cannot load. It is then useless, so it is killed.
+            WorkerLostError: the weights do not arrive, it does not wake up, or cannot load. It is then useless, so it
+                is killed.
         """
         try:
+            manifest = await fetched
             await self.wake()
             if manifest is None:
                 return ""

@@ -3,6 +3,9 @@
 The trainer packs a version in memory and sends it to all replicas that have started: over NCCL between GPUs, over gloo
 between CPUs, or by CUDA IPC within one GPU. Replicas generate meanwhile, and load what they have received later.
 
+What is packed is lost with the trainer's process. A restarted trainer packs its version with its next push, and no
+replica starts or loads before that.
+
 The group stays while its members do. If a member dies or hangs, the broadcast fails for all. Then each replica is sent
 its own copy in a group of two, and the next push makes a new group. A replica that starts later is sent its own copy too.
 """
@@ -32,6 +35,8 @@ from streamrl.executor.transfer.transfer import RetainedVersions
 
 logger = logging.getLogger(__name__)
 
+LOSS_TIME = 1.0
+"""Seconds in which the end of the trainer's process is noticed after its connections broke. An assumption."""
 LEAST_PATIENCE = 5.0
 """Seconds that the members of a group may take to join it, whatever `execute.patience` is: NCCL takes one or two."""
 
@@ -63,6 +68,9 @@ class DirectTransfer(TransferRole):
         self._patience = float(patience)  # not a duration of a run file, which messages cannot have
         self._targets: dict[int, WeightTarget] = {}
         self._manifests: dict[int, Manifest] = {}
+        """Manifests of what `_packer` has packed, by version."""
+        self._packer: object = None
+        """The trainer's worker that packed last."""
         self._received: defaultdict[int, dict[int, str]] = defaultdict(dict)
         """By replica: the checksum of each version that it has received."""
         self._group: SendingGroup | None = None
@@ -86,12 +94,14 @@ class DirectTransfer(TransferRole):
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Pack a version, and send it to all replicas that have started."""
         version = command.version
+        self._wanted.begin(version)
+        began_at = time.monotonic()
+        manifest = await self._packed(
+            version
+        )  # at once, because the trainer's next step changes the weights
+        packed_at = time.monotonic()
         async with self._turn:
-            self._wanted.begin(version)
-            began_at = time.monotonic()
-            manifest = await self._source.pack(version, self._kept())
-            self._manifests[version] = manifest
-            packed_at = time.monotonic()
+            turn_at = time.monotonic()
             await self._send_to_all(manifest)
             sent_at = time.monotonic()
         self._wanted.enter(version)
@@ -101,8 +111,18 @@ class DirectTransfer(TransferRole):
             manifest.num_bytes,
             manifest.checksum,
             encode_time=packed_at - began_at,
-            wire_time=sent_at - packed_at,
+            wire_time=sent_at - turn_at,
         )
+
+    async def _packed(self, version: int) -> Manifest:
+        """Return the manifest of a version after packing it, unless this worker has packed it already."""
+        if self._packer is not self._source.worker:
+            self._manifests.clear()
+            self._received.clear()
+            self._packer = self._source.worker
+        if version not in self._manifests:
+            self._manifests[version] = await self._source.pack(version, self._kept())
+        return self._manifests[version]
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return the manifest of a version that a replica has received; send it first if it has not."""
@@ -115,6 +135,8 @@ class DirectTransfer(TransferRole):
                     )
                 return None
             if self._received[replica].get(version) != manifest.checksum:
+                if self._packer is not self._source.worker:
+                    raise ConnectionError(f"weights of step {version} were lost with the trainer")
                 try:
                     await self._send(manifest, (replica,))
                 except WorkerLostError as error:  # not the replica
@@ -217,6 +239,11 @@ class DirectTransfer(TransferRole):
                     await asyncio.gather(sending, *receiving)
                 finally:
                     sending.remove_done_callback(end_soon)
+        except ConnectionError:
+            await asyncio.wait([sending], timeout=LOSS_TIME)
+            if sending.done() and isinstance(lost := sending.exception(), WorkerLostError):
+                raise lost from None
+            raise
         except TimeoutError:
             raise ConnectionError(
                 f"a replica has not received all weights {self._patience:g} s after they were sent"

@@ -142,6 +142,10 @@ class Replica:
     """Whether it has, or loads, weights that the trainer lost. Then no rollout may be sent before
     it loads again.
     """
+    is_excused: bool = False
+    """Whether it started or loaded when the trainer was lost with its weights. If it ends before it
+    has them, its end does not count as a loss.
+    """
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """Rollouts that were sent to it and have not ended, queued or running."""
     places: ConcurrencyLimit | None = None

@@ -56,7 +56,7 @@ class Fleet:
     num_started: int = 0
     """Replicas started so far; the next one gets this id."""
     num_lost: int = 0
-    """Replicas that ended without a stop command, or never started."""
+    """Replicas that ended without a stop command, or never started, unless they were excused."""
     last_used: int = -1
     """Replica that got the last rollout."""
     has_come_up: bool = False
@@ -191,6 +191,7 @@ class Fleet:
             self._leave_version(replica)
         replica.version = version
         replica.loading = None
+        replica.is_excused = False
         replica.is_serving = True
         self.num_serving[version] = self.num_serving.get(version, 0) + 1
         self._promise(replica, version)
@@ -224,8 +225,12 @@ class Fleet:
     def lose(self, replica_id: int) -> None:
         """Forget a lost replica; its rollouts fail by their own events."""
         if self.stopping.pop(replica_id, None) is None:
-            self._remove(replica_id)
-            self.num_lost += 1
+            self.num_lost += not self._remove(replica_id).is_excused
+
+    def excuse_loads(self) -> None:
+        """Record that weights were lost with the trainer: a replica that starts or loads now may fail for want of them."""
+        for replica in self.replicas.values():
+            replica.is_excused = replica.loading is not None
 
     def lend(self, replica_id: int, version: int) -> None:
         """Record that a replica gets GPUs of the primary trainer, and then serves `version`."""
@@ -250,6 +255,7 @@ class Fleet:
 
     def _sleep(self, replica: Replica) -> None:
         replica.loading = None
+        replica.is_excused = False
         del self.lent[replica.id]
         self.asleep[replica.id] = replica
 

@@ -119,7 +119,9 @@ class State:
     promoted: int | None = None
     """Secondary trainer that was promoted: trainer 0 takes over its state once it has ended."""
     has_new_weights: bool = False
-    """Whether the primary trainer's version must be pushed again, because its weights changed."""
+    """Whether the primary trainer's version must be pushed again: its weights changed, or the pushed ones were lost."""
+    loses_pushed: bool = False
+    """Whether the pushed weights are in the primary trainer's memory, and are lost with it."""
     pushed_version: int = 0
     pushing: int | None = None
     stop_reason: str | None = None
@@ -600,6 +602,9 @@ class State:
         if not trainer.leads:
             return
         self.pushing = None
+        if self.loses_pushed and self.pushed_version and not self.is_stopping:
+            self.has_new_weights = True
+            self.fleet.excuse_loads()
         self.num_admitted -= num_steps * trainer.prompts_per_step
         if num_steps:
             self.outlived = {n: g for n, g in self.groups.items() if trainer.wants(g)}

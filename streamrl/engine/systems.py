@@ -412,6 +412,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
             run.policies.max_attempts,
         ),
         sync_every=run.policies.sync_every,
+        loses_pushed=run.sync.is_direct,
     )
 
 
