@@ -221,9 +221,9 @@ class RealWorld(World[Trace]):
     def interrupt(self, reason: str) -> None:
         """End the run soon: abort rollouts and save the trainers.
 
-        Hanging commands are killed after `stop_time`, or at a second call.
+        Hanging commands are killed after `stop_time`, or at a second call. A run that has ended stays as it is.
         """
-        if self._is_interrupted:
+        if self._is_interrupted or self._over.is_set():
             self._over.set()
             return
         self._is_interrupted = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -96,7 +98,7 @@ def execute(
             planned = None if overrides else _planned_step(run_file)
             trace = execute_run(run, resume, watch.see, how, watch.take, planned)
     except RunInterruptedError as error:
-        with suppress(OSError):  # the terminal was closed
+        with suppress(OSError), _leaving(error):  # the terminal was closed
             _log_remains(output)
             echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
@@ -126,6 +128,25 @@ def execute(
         console.print(f"run directory: {run.execute.output}", soft_wrap=True)
     if not_exported is not None:
         raise not_exported
+
+
+@contextmanager
+def _leaving(error: RunInterruptedError) -> Iterator[None]:
+    """Let a second signal end this process at once, with the message and the status of the first one."""
+    from streamrl.executor.execute import NAMES
+
+    def leave(*_: object) -> None:
+        with suppress(OSError):
+            print(f"streamrl: {error}", file=sys.stderr, flush=True)
+        os._exit(128 + error.signal)
+
+    obeyed = [number for number in NAMES if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in obeyed}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _log_remains(output: Path) -> None:
