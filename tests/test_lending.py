@@ -62,7 +62,7 @@ from tests.traces import (
     check_every_rollout_is_accounted_for,
 )
 
-SYSTEMS = ("disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async")
+SYSTEMS = ("disaggregated", "stream-sync", "stream-async", "fully-async")
 LENDING: dict[str, Any] = {"lending": {"share": 1.0, "replicas": 1}}
 BOUND_BY_GENERATION = {
     "algorithm.steps": 6,
@@ -344,6 +344,10 @@ def test_an_executed_run_survives_a_death_at_each_switch(
         (
             {"policies__system": "colocated"},
             r"policies\.system 'colocated' does not work with \[lending\]",
+        ),
+        (
+            {"policies__system": "one-step-async"},
+            r"set it to 'stream-async', or remove \[lending\]",
         ),
         ({"policies__migration": "consolidate"}, r"set it to 'none', or remove \[lending\]"),
         ({"lending": {"replicas": 9}}, r"lending\.replicas=9: .* the trainer has only 4; lower it"),

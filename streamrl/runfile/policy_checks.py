@@ -210,6 +210,10 @@ def _check_lending(policies: PoliciesConfig, lending: LendingConfig | None) -> N
         if value == only:
             text = f"{key} {value!r} does not work with [lending], whose replicas come and go; set it to {instead}, or remove [lending]"
             raise RunError(key, value, None, text, ("lending",))
+    if policies.system == "one-step-async" and policies.weight_sync in (None, "barrier"):
+        key = "policies.system"
+        text = f"{key} 'one-step-async' does not work with [lending], because its weights are pushed only when no rollout is left; set it to 'stream-async', or remove [lending]"
+        raise RunError(key, policies.system, None, text, ("lending",))
     if policies.promote is not None:
         text = f"policies.promote {policies.promote!r} does not work with [lending], which uses the GPUs of trainer 0; remove one of them"
         raise RunError("policies.promote", policies.promote, OneOf([None]), text, ("lending",))
