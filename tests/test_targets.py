@@ -150,7 +150,9 @@ def test_a_framework_is_refused_what_its_script_is_refused_for() -> None:
 
 def test_no_framework_is_given_episodes_of_several_turns(tmp_path: Path) -> None:
     run = load_run(EXAMPLES / "agentic-swe.toml")
-    assert {verdict_of(run, name).key for name in TARGETS if name != "execute"} == {"environment"}
+    assert {verdict_of(run, name).broken for name in TARGETS if name != "execute"} == {
+        "[environment]"
+    }
     done = streamrl("export", EXAMPLES / "agentic-swe.toml", "--framework", "verl")
     assert done.returncode == 2 and "[environment] cannot be exported" in done.stderr
 

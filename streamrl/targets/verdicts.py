@@ -42,8 +42,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def broken(self) -> str:
-        """The setting that breaks the first rule, such as "trainer.zero=1"."""
-        return f"{self.key}={self.value}"
+        """The setting that breaks the first rule, such as "trainer.zero=1"; a whole section is "[environment]"."""
+        return f"{self.key}={self.value}" if "." in self.key else f"[{self.key}]"
 
 
 TARGETS: tuple[TargetName, ...] = get_args(TargetName)
