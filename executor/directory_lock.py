@@ -101,7 +101,9 @@ def _open_lock(path: Path, flags: int) -> int:
     Raises:
         OSError: the path is a link or a special file; nothing is written to what it points at.
     """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        path, flags | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+    )
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "a lock must be a regular file; remove this one", str(path))
