@@ -23,6 +23,9 @@ from streamrl.sim.planner.space import find_trainers
 from streamrl.sim.planner.trial import Trial, Unfinished, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
 
+CHEAP_H20 = {**SMALL, "cluster.pools.h20.price": 0.5}
+"""An offer whose fastest plan costs a little more than its cheapest one."""
+
 
 def test_what_stands_beside_a_plan_has_the_figures_of_its_own_simulation_as_long() -> None:
     steps = {"algorithm.steps": 30, "simulate.max_steps": 30}
@@ -124,8 +127,8 @@ def test_what_raising_the_bound_on_staleness_saves_is_told_before_the_longest_ro
 
 
 def test_a_plan_that_is_faster_for_little_more_is_chosen_over_the_cheapest() -> None:
-    run = few(SMALL, tolerance=0.3)
-    plan, cheapest = planned(run).plan, planned(few(SMALL, tolerance=0.0)).plan
+    run = few(CHEAP_H20, tolerance=0.3)
+    plan, cheapest = planned(run).plan, planned(few(CHEAP_H20, tolerance=0.0)).plan
     assert plan.whole_run is not None and cheapest.whole_run is not None
     assert plan.whole_run.dollars <= 1.3 * cheapest.whole_run.dollars
     assert plan.allocation.step_time < 0.98 * cheapest.allocation.step_time
@@ -138,9 +141,9 @@ def test_a_plan_that_is_faster_for_little_more_is_chosen_over_the_cheapest() -> 
 
 
 def test_a_plan_that_is_faster_for_little_more_is_chosen_under_a_deadline_too() -> None:
-    run = few(SMALL, tolerance=0.3)
+    run = few(CHEAP_H20, tolerance=0.3)
     free = planned(run).plan
-    kept = planned(few(SMALL, tolerance=0.3, deadline="100 d")).plan
+    kept = planned(few(CHEAP_H20, tolerance=0.3, deadline="100 d")).plan
     assert kept.allocation == free.allocation
     assert "than the cheapest of those that meet the deadline: " in kept.why
     assert kept.why.replace(" of those that meet the deadline", "") == free.why
