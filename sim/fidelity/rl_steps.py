@@ -38,11 +38,12 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
-from streamrl.hardware.profiles import PROFILES, load_model
+from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
 from streamrl.hardware.step_errors import Stage
 from streamrl.record.band import StepBasis
 from streamrl.record.metrics import steady_basis
 from streamrl.record.steady_state import START
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
@@ -234,18 +235,21 @@ Source: HybridFlow, arXiv 2409.19256, Figure 15, read within 3 %, including the 
 
 
 class Unstated(NamedTuple):
-    """Inputs of HybridFlow's figures that the paper does not state."""
+    """Inputs of HybridFlow's figures that the paper does not state, or that no profile has."""
 
     engine: str
-    """With CUDA graphs, or without them, as verl's first releases had it (`enforce_eager`)."""
-    utilization: float
-    """0.5 is the default of verl's first releases."""
-    prompt_tokens: int
-    """1,024 is the limit of prompts. Those of Dahoas/full-hh-rlhf are mostly shorter."""
+    """The paper has vLLM 0.3.1. The profiles beside it have CUDA graphs, or none (`enforce_eager` of verl's
+    first releases).
+    """
+    resident: float
+    """Bytes a parameter of a model that stay on the 16 GPUs. KV caches take what remains: best-effort allocation."""
 
 
-UNSTATED = "engine, memory and prompts are not stated"
-FASTEST, SLOWEST = Unstated("vllm-0.6", 0.9, 128), Unstated("vllm-0.2", 0.5, 1024)
+UNSTATED = "no profile of vLLM 0.3.1; KV memory is what remains"
+FASTEST, SLOWEST = Unstated("vllm-0.6", 0.0), Unstated("vllm-0.2", 2 * 18.0 + 2 * 2.0)
+"""All states are offloaded, or none: two models that train with Adam, and two in two bytes that only score."""
+MOST_USED = 0.9
+"""vLLM's default of `gpu_memory_utilization`."""
 
 
 def steps_rows() -> list[Row]:
@@ -372,6 +376,7 @@ def _scale(step: Published, choice: dict[str, Any]) -> float:
 def _generated(layout: tuple[str, int], unstated: Unstated) -> float:
     """Return the seconds that 16 A100 take to generate the batch; every output is cut off at 1,024 tokens."""
     model, degree = layout
+    resident = unstated.resident * load_model(ModelConfig(name=model)).num_parameters / 16
     run = make_run(
         {
             "model": {"name": model, "dtype": "bfloat16"},
@@ -381,7 +386,7 @@ def _generated(layout: tuple[str, int], unstated: Unstated) -> float:
                 "replicas": 16 // degree,
                 "tensor_parallel": degree,
                 "max_tokens": 1024,
-                "memory_utilization": unstated.utilization,
+                "memory_utilization": MOST_USED - resident / load_gpu("a100").memory,
             },
             "trainer": {"pool": "a100", "data_parallel": 2, "tensor_parallel": 8},
             "costs": {"engine": unstated.engine},
@@ -391,7 +396,7 @@ def _generated(layout: tuple[str, int], unstated: Unstated) -> float:
                     "kind": "histogram",
                     "source": LENGTHS,
                     "scale": 2000.0,
-                    "prompt_tokens": unstated.prompt_tokens,
+                    "prompt_tokens": 1024,
                 }
             },
             "policies": {"system": "colocated"},
