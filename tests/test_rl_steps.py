@@ -14,12 +14,15 @@ from streamrl.engine.messages import Stepped
 from streamrl.hardware.memory import check_memory
 from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.resolved import resolve
+from streamrl.record.band import StepBasis
 from streamrl.record.metrics import measure
 from streamrl.record.uncertainty import unmeasured_warning, unshared_error
 from streamrl.runfile.files import make_run
 from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.fidelity import rl_steps
+from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.sim.fidelity.published_rows import Row, summarise
+from streamrl.sim.fidelity.ratios import PAIRS
 from streamrl.sim.fidelity.rl_steps import (
     PhaseSeconds,
     Published,
@@ -32,6 +35,8 @@ from streamrl.sim.fidelity.scorecard import (
     BEGIN,
     END,
     LIMITS,
+    _told,
+    partition_of,
     scorecard,
     sections,
     with_scorecard,
@@ -274,6 +279,41 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     assert memory.startswith(
         "| KV cache of replicas (most rows are of one report) | 0 |"
     ) and memory.endswith("10.0% of 1 |")
+
+
+def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_choice_would_get() -> (
+    None
+):
+    basis = StepBasis(replicas={}, trainer={}, partition=("dense", "hopper", "a framework"))
+    step = replace(ROW, stage="step", basis=basis, band=(8.0, 11.0))
+    steps = [step, step, replace(step, source="b page", band=(1.0, 2.0))]
+    pair = replace(ROW, unit="x", group=PAIRS, published=(1.2, 1.2), predicted=(1.1, 1.1))
+    pairs = [pair, replace(pair, published=(0.9, 0.9), predicted=(0.8, 0.8))]
+    cells = [FigureCell(label="a", paper=1.1, ours=0.9), FigureCell(label="b", paper=1.1, ours=1.2)]
+    assert [cell.is_reversed for cell in cells] == [True, False]
+    figure = PaperFigure(
+        name="Figure 8 ratios",
+        title="",
+        unit="",
+        cells=cells,
+        target="",
+        is_met=False,
+        found="",
+        reversed=1,
+    )
+    told = "\n".join(_told({"steps": steps, "ratios": pairs}, [figure]))
+    assert "They cover 0 of the 1 steps that are not of a page." in told
+    assert "3 of 3 whole steps without a fit take longer" in told
+    assert "In 0 of them the faster mode" in told and "wrong in 1." in told
+    assert "In 1 of 2 ratios of StreamRL's Figure 8" in told and "1 of 1 targets" in told
+
+
+def test_stages_of_another_generation_of_gpus_have_a_line_of_their_own() -> None:
+    basis = StepBasis(replicas={}, trainer={}, partition=("dense", "hopper", "a framework"))
+    old = StepBasis(replicas={}, trainer={}, partition=rl_steps.OLD_GENERATION)
+    rows = [replace(ROW, stage="generation", basis=each) for each in (basis, old)]
+    names = [partition_of("steps", row) for row in rows]
+    assert names == [f"stages of RL steps: generation on {name}" for name in ("Hopper", "Ampere")]
 
 
 def test_every_set_of_rows_has_its_place_in_the_scorecard() -> None:

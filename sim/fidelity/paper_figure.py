@@ -25,6 +25,11 @@ class FigureCell(msgspec.Struct, frozen=True, kw_only=True):
         """Return our value divided by the paper's, minus 1; 0 if both are 0."""
         return self.difference / abs(self.paper) if self.paper else self.difference
 
+    @property
+    def is_reversed(self) -> bool:
+        """Return whether a ratio is above 1 in the paper and not here, or the other way round."""
+        return (self.paper > 1) != (self.ours > 1)
+
 
 def mean_error(cells: Sequence[FigureCell]) -> float:
     """Return the mean of the absolute relative errors."""
@@ -48,6 +53,8 @@ class PaperFigure(msgspec.Struct, frozen=True, kw_only=True):
     is_met: bool
     found: str
     """What was found of the quantity that the target is about."""
+    reversed: int | None = None
+    """Of ratios of two systems: cells with the slower system as the faster one."""
     notes: list[str] = []
     """Our readings, and the reasons of misses."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import exp
@@ -19,6 +20,7 @@ from streamrl.hardware.step_errors import StepErrors
 from streamrl.record.band import model_error_of
 from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.bands import COVERAGE, derive, residuals_of
+from streamrl.sim.fidelity.paper_figure import PaperFigure
 from streamrl.sim.fidelity.published_rows import (
     Evidence,
     Row,
@@ -71,7 +73,7 @@ NOTES = {
     "*in band* is the share of published values within the range.",
     "steps": "A row whose range is wider than 10 % has unknown inputs and is in a group of its own. These inputs are the shape of lengths "
     "(generation of NeMo-RL 0.3), whether a layer recomputes (RLinf, verl 0.5), degrees and recomputation (Llama-3.1-70B with DTensor), the "
-    "racks in which nodes are (MoE models on GB200), and the engine, its memory and the prompts (HybridFlow). All other inputs are stated in "
+    "racks in which nodes are (MoE models on GB200), and the memory that remains for KV caches (HybridFlow; no profile is of its vLLM 0.3.1). All other inputs are stated in "
     "the source or in the recipe of its release, except the shape of lengths, whose range is narrower.",
 }
 HOW_TO_READ = (
@@ -128,9 +130,9 @@ LIMITS = (
     "Five published steps of NeMo-RL were not compared: Llama-3.1-8B in fp8, DeepSeek-V3 in fp8 (two) and with DAPO, and Nemotron on "
     "software tasks. One row contradicts itself: 231 s for Qwen3-235B-A22B of 0.6, 1 step off, does not fit its tokens per second (199 s).",
     "MoE models on GB200: whether the nodes of an expert or tensor group shared a rack is not stated. NeMo-RL places them by rack from "
-    "0.7. Each step is a range with NVLink between all GPUs, or in a node alone. Over half of DeepSeek-V3's synchronous step is refit "
+    "0.7. Each step is a range: its largest group is in one rack, or half of it is in each of two. Over half of DeepSeek-V3's synchronous step is refit "
     "and switch, which were measured on H100 alone.",
-    "HybridFlow's generation: neither the engine, its memory nor the prompts are stated. Llama-3.1-70B with DTensor: neither the degrees "
+    "HybridFlow's generation: no profile is of its vLLM 0.3.1, and what stays in memory beside KV caches is not stated. Llama-3.1-70B with DTensor: neither the degrees "
     "nor recomputation are stated, and its training stays outside their range.",
     "RLinf and verl 0.5 generate with SGLang 0.4, whose constants rest on H20 alone.",
     "Tensor ranks on several nodes: the latency of NCCL between nodes was checked on one row (76 us for a measured 118 us).",
@@ -170,9 +172,9 @@ a 70B at 1.
 """
 
 
-def sections(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+def sections(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure] = ()) -> Iterator[str]:
     """Yield the lines of each set of published rows: errors by group, and the rows in `SHOWN`."""
-    yield from _summary(sets)
+    yield from _summary(sets, paper)
     for name, rows in sets.items():
         yield from (
             "",
@@ -254,10 +256,12 @@ def partition_of(name: str, row: Row) -> str:
     if name == "training":
         free = ", mostly fp8 pretraining" if kind == "dense" else ""
         return f"{SHORT_TITLES[name]}: {models}{free}"
-    return f"{SHORT_TITLES[name]}: {row.stage}{unknown}"
+    return f"{SHORT_TITLES[name]}: {row.stage} on {silicon.title()}{unknown}"
 
 
-def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
+def with_scorecard(
+    page: str, sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure] = ()
+) -> str:
     """Return a page with the table between its marks replaced by the scorecard.
 
     Raises:
@@ -267,27 +271,77 @@ def with_scorecard(page: str, sets: Mapping[str, Sequence[Row]]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page must have the lines {BEGIN} and {END}")
-    covers = ("", coverage().text) if "served" in sets else ()
-    told = ("", *_modes(sets["ratios"])) if "ratios" in sets else ()
-    return "\n".join([before + begin, *scorecard(sets), *covers, *told, "", end + after])
+    return "\n".join([before + begin, *scorecard(sets), *_told(sets, paper), "", end + after])
 
 
-def _modes(ratios: Sequence[Row]) -> Iterator[str]:
-    """Yield how often the faster one of two modes is predicted as the slower one."""
-    pairs = [row for row in ratios if row.group == PAIRS]
-    yield (
-        f"{len(pairs)} published runs have a synchronous and an asynchronous step of one release, model and number of GPUs. In "
-        f"{wrong_modes(pairs)} of them the faster mode is predicted as the slower one."
+def _told(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure]) -> Iterator[str]:
+    """Yield the sentences below the scorecard: coverage of points and bands, choices of modes, and the paper."""
+    if "served" in sets:
+        yield from ("", coverage().text)
+    _, banded = _banded(sets)
+    if banded:
+        yield from ("", f"{_elsewhere(banded)} {_bias(banded)}".strip())
+    pairs = [row for row in sets.get("ratios", ()) if row.group == PAIRS]
+    if pairs:
+        told = [_modes(pairs), *_ratios_of(paper)]
+        yield from ("", " ".join(told))
+
+
+def _elsewhere(banded: Sequence[Row]) -> str:
+    """Return the share of steps in bands, besides those of the page that has most of them."""
+    pages = [" ".join(row.source.replace(",", " ").split()[:2]) for row in banded]
+    ((most, _),) = Counter(pages).most_common(1)
+    others = [row.is_in_band for row, page in zip(banded, pages, strict=True) if page != most]
+    return (
+        f"Bands of whole steps cover {COVERAGE:.0%} of all steps by construction. They cover {sum(map(bool, others))} of the "
+        f"{len(others)} steps that are not of {most}."
     )
 
 
-def _summary(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+def _bias(banded: Sequence[Row]) -> str:
+    """Return how many steps without a fit take longer than predicted, and the partition that is furthest off."""
+    free = [row for row in banded if row.evidence == "not fitted"]
+    if not free:
+        return ""
+    partitions: dict[str, list[Row]] = {}
+    for row in free:
+        partitions.setdefault(partition_of("steps", row).partition(": ")[2], []).append(row)
+    medians = {name: summarise(some).median for name, some in partitions.items()}
+    worst = max(medians, key=lambda name: medians[name])
+    longer = sum(row.error < 0 for row in free)
+    return (
+        f"{longer} of {len(free)} whole steps without a fit take longer than predicted. The largest median error is that of "
+        f"{worst}: {medians[worst]:.1%}."
+    )
+
+
+def _modes(pairs: Sequence[Row]) -> str:
+    """Return how often the faster one of two modes is predicted as the slower one, and how often a fixed choice is wrong."""
+    slower = sum(row.published[0] <= 1 for row in pairs)
+    return (
+        f"{len(pairs)} published runs have a synchronous and an asynchronous step of one release, model and number of GPUs. In "
+        f"{wrong_modes(pairs)} of them the faster mode is predicted as the slower one. Who always chooses asynchronous is wrong in {slower}."
+    )
+
+
+def _ratios_of(paper: Sequence[PaperFigure]) -> Iterator[str]:
+    """Yield how often the slower system of the paper is predicted as the faster one, and how many targets are missed."""
+    for figure in paper:
+        if figure.reversed is not None:
+            yield (
+                f"In {figure.reversed} of {len(figure.cells)} ratios of StreamRL's {figure.name.removesuffix(' ratios')} the slower "
+                "system is predicted as the faster one."
+            )
+    if paper:
+        missed = sum(not figure.is_met for figure in paper)
+        yield f"{missed} of {len(paper)} targets of the StreamRL paper are missed."
+
+
+def _summary(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure]) -> Iterator[str]:
     """Yield the scorecard, how to read it, and how bands are made."""
     if not sets:
         return
-    yield from ("", *scorecard(sets))
-    if "served" in sets:
-        yield from ("", coverage().text)
+    yield from ("", *scorecard(sets), *_told(sets, paper))
     yield from ("", *HOW_TO_READ)
     rows, banded = _banded(sets)
     if banded:

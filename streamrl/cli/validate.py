@@ -250,7 +250,7 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     pictures.mkdir(parents=True, exist_ok=True)
     for one in found:
         figure_picture(one, pictures / f"{slug(one.name)}.png")
-    first = list(sections(sets))
+    first = list(sections(sets, found))
     page = fidelity_page(found, constants(), PICTURES, first, stamp())
     file = output / "fidelity.md"
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -260,16 +260,16 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     if len(sets) == len(ROWS):
         write_history(sets, {slug(one.name): one.mape for one in found}, output / HISTORY)
         write_partitions(sets, output / PARTITIONS)
-        write_errors(sets, output)
+        write_errors(sets, found, output)
         write_constants(output)
 
 
-def write_errors(sets: dict[str, list[Row]], output: Path) -> None:
+def write_errors(sets: dict[str, list[Row]], found: list[PaperFigure], output: Path) -> None:
     """Write the residuals of stages and steps. In a checkout, also write what bands and the README take from them."""
     residuals = residuals_of([*sets[STEPS], *sets[TRAINING]])
     write_residuals(residuals, output / RESIDUALS)
     if output.resolve() == PROFILES.resolve().parent / "docs":
         write_file(PATH, errors_text(derive(residuals)))
         readme = output.parent / "README.md"
-        page = with_scorecard(readme.read_text(encoding="utf-8"), sets)
+        page = with_scorecard(readme.read_text(encoding="utf-8"), sets, found)
         write_file(readme, page)
