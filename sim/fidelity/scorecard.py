@@ -71,10 +71,11 @@ NOTES = {
     "served-ranges": "The sample does not state the number of decode workers, whether GPUs are tensor or attention ranks, or whether draft "
     "tokens were used. A point is the range over all of them, and its error is that of the geometric middle. "
     "*in band* is the share of published values within the range.",
-    "steps": "A row whose range is wider than 10 % has unknown inputs and is in a group of its own. These inputs are the shape of lengths "
-    "(generation of NeMo-RL 0.3), whether a layer recomputes (RLinf, verl 0.5), degrees and recomputation (Llama-3.1-70B with DTensor), the "
-    "racks in which nodes are (MoE models on GB200), and the memory that remains for KV caches (HybridFlow; no profile is of its vLLM 0.3.1). All other inputs are stated in "
-    "the source or in the recipe of its release, except the shape of lengths, whose range is narrower.",
+    "steps": "A row whose range is wider than 10 % has unknown inputs and is in a group of its own. These inputs are the shape of "
+    "lengths (generation of NeMo-RL 0.3) and whether a layer recomputes (RLinf, verl 0.5). Others are degrees and "
+    "recomputation (Llama-3.1-70B with DTensor), the racks in which nodes are (MoE models on GB200), and the memory of KV "
+    "caches (HybridFlow). No profile is of HybridFlow's vLLM 0.3.1. All other inputs are stated in the source or in the "
+    "recipe of its release, except the shape of lengths, whose range is narrower.",
 }
 HOW_TO_READ = (
     "How to read it:",
