@@ -150,9 +150,9 @@ LIMITS = (
     f"whose tables were hidden were off by {STRANGERS.decode.median * 100:.0f} % in median and {STRANGERS.decode.p90 * 100:.0f} % at p90 in decode steps, "
     f"{STRANGERS.training.median * 100:.0f} % and {STRANGERS.training.p90 * 100:.0f} % in training steps (costs.md).",
     "Served points: MiniMax on vLLM is 11 % too fast. Its norm covers the heads of all tensor ranks, which takes small kernels and a further "
-    "all-reduce in each layer; every release of vLLM from 0.16 to 0.19 made it faster, and only the all-reduce counts here. gpt-oss on B200 "
+    "all-reduce in each layer. Every release of vLLM from 0.16 to 0.19 made it faster. Only the all-reduce counts here. gpt-oss on B200 "
     "is 14 % too slow with TensorRT-LLM, and 16 % too fast with vLLM. Ten points of Llama-3.1-8B in fp8 with vLLM 0.12 on H200 are two to "
-    "four times as fast as predicted: they use 20 to 105 % of the peak with one prompt for 100 tokens, so prompts were probably cached.",
+    "four times as fast as predicted. They use 20 to 105 % of the peak with one prompt for 100 tokens. So prompts were probably cached.",
     "Served points: all requests count as running. In 13 of the points with known inputs they wait for their first token over half of the time.",
     "A run file cannot describe critics or reward models of another size than the actor, or rollout engines of mixed degrees.",
     "Steps without published output lengths are left out, except those of verl on H20: their mean was inferred from the log-prob "
