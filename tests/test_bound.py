@@ -190,7 +190,7 @@ def test_estimates_of_steps_are_what_simulations_take(
         off.append(abs(estimates[index] / mean - 1))
         assert bounds[index] <= mean
     *most, worst = sorted(off)
-    assert max(most) <= error and worst <= 1.5 * error
+    assert max(most) <= error and worst <= 1.6 * error
 
 
 def test_a_step_that_training_binds_takes_what_its_trainer_does() -> None:

@@ -77,7 +77,7 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
         ({"rollout.migration_transfer": "kv"}, "back-end", "rollout.migration_transfer=recompute"),
         ({"model.dtype": "float16"}, "back-end", "model.dtype=bfloat16"),
         ({"execute.device": "cuda:7"}, "gpus", "execute.device=cpu"),
-        ({"verifier.scorer": "reasoning-gym"}, "prompts", "add it"),
+        ({"verifier.scorer": "reasoning-gym"}, "prompts", "add the field"),
         ({"verifier.scorer": "none"}, "contradiction", "verifier.scorer=exact"),
         ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
         ({"workload.max_prompt_tokens": 3}, "prompts", "workload.max_prompt_tokens"),

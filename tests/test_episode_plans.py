@@ -141,7 +141,7 @@ def test_more_sandboxes_do_not_hurt_where_the_cache_loses_contexts() -> None:
     assert crowding.recomputed > crowding.recomputed_before + 0.05
     text = worth_text(more)
     assert "; it costs $0.25" in text or "it costs $0.25 an hour" in text
-    assert "; 30 episodes in flight would take " in text and "(12% now)" in text
+    assert "; 30 episodes in flight would take " in text and "(13% now)" in text
     seconds = {"generation": 1.0, "training": 1.0}
     assert episode_binding(worths, metrics, seconds).resource == "GPU memory for KV cache"
 

@@ -375,7 +375,13 @@ def test_the_key_of_a_server_of_ones_own_is_in_no_command_line(tmp_path: Path) -
         "json.dump([sys.argv[1:], shown, list(os.environ)], open('seen.json', 'w'))\n"
     )
     settings = ReplicaSettings(
-        backend="sglang", model="m", max_running=1, max_tokens=1, max_prompt_tokens=1, seed=0
+        backend="sglang",
+        model="m",
+        max_running=1,
+        max_tokens=1,
+        max_prompt_tokens=1,
+        seed=0,
+        temperature=1.0,
     )
     own = {**os.environ, "PYTHONPATH": str(tmp_path), sglang_engine.KEY: "s3cr3t"}
     subprocess.run(sglang_engine.command(settings, 1), env=own, cwd=tmp_path, check=True)
