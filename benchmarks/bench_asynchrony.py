@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.in_turns import execute_in_turns
-from benchmarks.reality_cells import asynchrony_pair, make_run
+from benchmarks.reality_cells import Cell, asynchrony_pair, make_run
 from benchmarks.reality_runs import as_recorded, make_models, profile, with_profile
 from streamrl.record.metrics import measure
 from streamrl.report.fidelity import ASYNCHRONY, with_section
@@ -42,12 +42,12 @@ class Step(NamedTuple):
 class Pair(NamedTuple):
     """The two runs of a pair."""
 
-    sync: Step
-    streams: Step
+    first: Step
+    second: Step
 
     def gain(self, name: str) -> float:
-        """Return the gain: by which share steps are shorter in the asynchronous run, by one of the sources."""
-        return float(1 - getattr(self.streams, name) / getattr(self.sync, name))
+        """Return the gain: by which share steps are shorter in the second run, by one of the sources."""
+        return float(1 - getattr(self.second, name) / getattr(self.first, name))
 
 
 def main() -> None:
@@ -64,7 +64,8 @@ def main() -> None:
         pairs: dict[int, list[Pair]] = {replicas: [] for replicas in REPLICAS}
         for number in range(args.rounds):
             for replicas, found in pairs.items():
-                found.append(run_pair(replicas, data, path, number))
+                label = f"pair-{number + 1}-{replicas}-replicas"
+                found.append(run_pair(label, asynchrony_pair(replicas), data, path))
     rows = [row_of(replicas, found) for replicas, found in pairs.items()]
     table = Table(*HEADS)
     for row in rows:
@@ -80,12 +81,14 @@ def main() -> None:
         args.page.write_text(with_section(page, ASYNCHRONY, lines), encoding="utf-8")
 
 
-def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
+def run_pair(label: str, cells: Sequence[Cell], data: Path, path: Path) -> Pair:
     """Execute both runs in turns, and simulate both with the profile at `path`."""
-    outputs = [data / f"pair-{number}-{replicas}-{place}" for place in range(2)]
-    cells = zip(asynchrony_pair(replicas), outputs, strict=True)
-    runs = [with_profile(make_run(one, data, output), path) for one, output in cells]
-    traces = execute_in_turns(runs, data / f"turns-{number}-{replicas}")
+    outputs = [data / f"{label}-{place}" for place in range(2)]
+    runs = [
+        with_profile(make_run(one, data, output), path)
+        for one, output in zip(cells, outputs, strict=True)
+    ]
+    traces = execute_in_turns(runs, data / f"{label}-turns")
     steps = []
     for trace, output in zip(traces, outputs, strict=True):
         measured = measure(trace)
@@ -93,7 +96,7 @@ def run_pair(replicas: int, data: Path, path: Path, number: int) -> Pair:
         steps.append(Step(measured.step_time, recorded.step_time))
     pair = Pair(*steps)
     gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in Step._fields)
-    print(f"pair {number + 1}, {replicas} replicas: {steps}, gains {gains}", file=sys.stderr)
+    print(f"{label}: {steps}, gains {gains}", file=sys.stderr)
     return pair
 
 

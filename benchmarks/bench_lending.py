@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.bench_asynchrony import Pair, Step, error, figures
-from benchmarks.in_turns import execute_in_turns
-from benchmarks.reality_cells import Cell, cell, make_run
-from benchmarks.reality_runs import as_recorded, make_models, profile, with_profile
-from streamrl.record.metrics import measure
+from benchmarks.bench_asynchrony import error, figures, run_pair
+from benchmarks.reality_cells import Cell, cell
+from benchmarks.reality_runs import make_models, profile
 
 ROUNDS = 3
 STEPS = 16
@@ -38,7 +35,10 @@ def main() -> None:
         data = make_models(args.data, Path(scratch))
         path = profile(data, "first", data / "first.toml", is_quick=args.quick)
         for system in SYSTEMS:
-            pairs = [run_pair(system, data, path, number) for number in range(args.rounds)]
+            pairs = [
+                run_pair(f"{system}-pair-{number + 1}", cells_of(system), data, path)
+                for number in range(args.rounds)
+            ]
             for which, values in figures(pairs).items():
                 name = f"lending gains, {system}, {which}"
                 print(json.dumps({"name": name, "value": mean(values), "error": error(values)}))
@@ -51,23 +51,6 @@ def cells_of(system: str) -> tuple[Cell, Cell]:
         cell(f"{system}, apart", "first", system, 1, **changes),
         cell(f"{system}, lent", "first", system, 1, **changes, **LENT),
     )
-
-
-def run_pair(system: str, data: Path, path: Path, number: int) -> Pair:
-    """Execute both runs in turns, and simulate both with the profile at `path`."""
-    outputs = [data / f"{system}-{number}-{place}" for place in range(2)]
-    cells = zip(cells_of(system), outputs, strict=True)
-    runs = [with_profile(make_run(one, data, output), path) for one, output in cells]
-    traces = execute_in_turns(runs, data / f"turns-{system}-{number}")
-    steps = []
-    for trace, output in zip(traces, outputs, strict=True):
-        measured = measure(trace)
-        recorded = as_recorded(trace, output / "trace.jsonl", path, measured.counted_steps)
-        steps.append(Step(measured.step_time, recorded.step_time))
-    pair = Pair(*steps)
-    gains = ", ".join(f"{name} {pair.gain(name):+.1%}" for name in Step._fields)
-    print(f"{system}, pair {number + 1}: gains {gains}", file=sys.stderr)
-    return pair
 
 
 if __name__ == "__main__":
