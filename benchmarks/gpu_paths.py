@@ -14,7 +14,16 @@ from typing import Any
 
 from benchmarks.gpu_models import DEVICE, ON_GPU, SIZES, model_directory, vocabulary_of
 from benchmarks.gpu_record import Recorder
-from benchmarks.gpu_rollout import GAP, LEARNING_RATE, MOVED, REPEATS, Prompts, replica_of, timed
+from benchmarks.gpu_rollout import (
+    GAP,
+    LEARNING_RATE,
+    MOVED,
+    REPEATS,
+    Prompts,
+    replica_of,
+    timed,
+    trainer_of,
+)
 from benchmarks.gpu_run import JOBS, make_job_run, report_gap
 from streamrl.engine.messages import PushWeights
 from streamrl.executor.execute import execute
@@ -22,8 +31,6 @@ from streamrl.executor.launchers.handles import Handle, LocalProcess, remote
 from streamrl.executor.launchers.launcher import REPLICA, TRAINER, worker_environment
 from streamrl.executor.launchers.processes import begin_for
 from streamrl.executor.roles import BroadcastRank, Channel, Manifest, ReplicaRole, TrainerRole
-from streamrl.executor.trainer.trainer_settings import TrainerSettings
-from streamrl.executor.trainer.trainer_worker import TrainerWorker
 from streamrl.executor.transfer.direct_transfer import DirectTransfer
 
 CHANNEL: Channel = "cuda-ipc" if ON_GPU else "gloo"
@@ -154,25 +161,12 @@ async def _fsdp2(recorder: Recorder, name: str, scratch: Path, path: Path) -> No
     for backend in ("torch", "fsdp2"):
         meeting = scratch / f"meeting-{backend}"
         meeting.unlink(missing_ok=True)
-        worker = TrainerWorker(
-            TrainerSettings(
-                model=str(path),
-                learning_rate=LEARNING_RATE,
-                temperature=1.0,
-                correction="token-tis",
-                dtype=dtype,
-                device=DEVICE,
-                num_threads=4 if ON_GPU else 1,
-                backend=backend,
-                rendezvous=f"file://{meeting}" if backend == "fsdp2" else None,
-            )
-        )
-        try:
-            await worker.start(None)
+        rendezvous = f"file://{meeting}" if backend == "fsdp2" else None
+        async with trainer_of(
+            path, dtype, recompute="none", backend=backend, rendezvous=rendezvous
+        ) as worker:
             figures, seconds = await timed(worker.train(samples))
             step, step_time = await timed(worker.step(1))
-        finally:
-            await worker.stop()
         found[backend] = figures["logprob_gap"], step["grad_norm"], seconds + step_time
     gap, norm, seconds = found["fsdp2"]
     _, expected, other = found["torch"]

@@ -88,7 +88,7 @@ async def replica_of(
 
 
 @asynccontextmanager
-async def trainer_of(path: Path, dtype: str) -> AsyncIterator[TrainerWorker]:
+async def trainer_of(path: Path, dtype: str, **settings: Any) -> AsyncIterator[TrainerWorker]:
     """Start a trainer, and stop it when the context ends."""
     worker = TrainerWorker(
         TrainerSettings(
@@ -96,10 +96,10 @@ async def trainer_of(path: Path, dtype: str) -> AsyncIterator[TrainerWorker]:
             learning_rate=LEARNING_RATE,
             temperature=1.0,
             correction="token-tis",
-            recompute="full" if ON_GPU else "none",
             dtype=dtype,
             device=DEVICE,
             num_threads=4 if ON_GPU else 1,
+            **{"recompute": "full" if ON_GPU else "none", **settings},
         )
     )
     try:
