@@ -167,13 +167,8 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-class _GatherAlike(torch.autograd.Function):
-    """Gather a tensor over ranks, [ranks, …], each of which computes the same loss of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return _gathered(tensor, ranks)
+class _GatherAlike(_Gather):
+    """As `_Gather`, over ranks each of which computes the same loss of the result."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
