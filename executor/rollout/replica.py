@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -168,17 +169,12 @@ class Replica:
                 is killed.
         """
         try:
-            manifest = await fetched
-            await self.wake()
-            if manifest is None:
-                return ""
-            return (await self._worker.load(manifest, True)).checksum
-        except WorkerLostError:
-            raise
-        except Exception as error:
-            reason = f"cannot generate on GPUs of the trainer: {reason_of(error)}"
-            self.kill(reason)
-            raise WorkerLostError(f"the replica {reason}") from None
+            with self._lost_by_error("cannot generate on GPUs of the trainer"):
+                manifest = await fetched
+                await self.wake()
+                if manifest is None:
+                    return ""
+                return (await self._worker.load(manifest, True)).checksum
         finally:
             self._may_generate.set()
 
@@ -189,12 +185,18 @@ class Replica:
             WorkerLostError: it does not fall asleep. It is then killed, which frees the memory.
         """
         await self._is_idle.wait()
-        try:
+        with self._lost_by_error("did not sleep"):
             await self.sleep()
+
+    @contextmanager
+    def _lost_by_error(self, what: str) -> Iterator[None]:
+        """Kill the replica after an error, whose message begins with `what`, and report it as lost."""
+        try:
+            yield
         except WorkerLostError:
             raise
         except Exception as error:
-            reason = f"did not sleep: {reason_of(error)}"
+            reason = f"{what}: {reason_of(error)}"
             self.kill(reason)
             raise WorkerLostError(f"the replica {reason}") from None
 
