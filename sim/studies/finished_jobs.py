@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
@@ -60,7 +61,7 @@ class FinishedJobs:
         self._jobs: dict[bytes, Job] = {}
         self._path = path
         if path is not None and path.exists():
-            *lines, _ = path.read_bytes().split(b"\n")  # the last one is cut, or empty
+            *lines, cut = path.read_bytes().split(b"\n")  # the last one is cut, or empty
             for number, line in enumerate(lines, start=1):
                 try:
                     job, answer = _read_line(line)
@@ -70,7 +71,8 @@ class FinishedJobs:
                         "or the file to begin again."
                     ) from None
                 self._answers[job] = answer
-            path.write_bytes(b"".join(line + b"\n" for line in lines))
+            if cut:
+                os.truncate(path, path.stat().st_size - len(cut))
 
     def missing(self, runs: Iterable[bytes]) -> list[bytes]:
         """Return the jobs without an answer, each once.
