@@ -138,13 +138,14 @@ def settled() -> tuple[Search, Race, int]:
 def test_the_fastest_row_may_have_two_kinds_of_replicas_even_if_the_search_by_cost_mixed_none() -> (
     None
 ):
-    search = Search.open(mixed_offer({**ONE_TRAINER, "objective": "cost-per-million-tokens"}))
+    plan = {**ONE_TRAINER, "objective": "cost-per-million-tokens"}
+    search = Search.open(mixed_offer(plan, algorithm__prompts_per_step=64))
     search._converge(Here(), lambda: None)
     _look_for_fastest(search, Here(), _Progress(lambda *_: None))
     seconds = {i: search.spend_of(speed).seconds for i, speed in search.speeds.items()}
     mixed = {i: s for i, s in seconds.items() if search.space.candidate(i).replicas.beside}
     alike = [s for i, s in seconds.items() if i not in mixed]
-    assert 0 < len(mixed) <= FASTEST_MIXED and min(mixed.values()) < min(alike)
+    assert 0 < len(mixed) <= FASTEST_MIXED and min(mixed.values()) < 0.95 * min(alike)
 
 
 # Kinds without a row ------------------------------------------------------------------------------
