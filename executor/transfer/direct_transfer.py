@@ -96,9 +96,8 @@ class DirectTransfer(TransferRole):
         version = command.version
         self._wanted.begin(version)
         began_at = time.monotonic()
-        manifest = await self._packed(
-            version
-        )  # at once, because the trainer's next step changes the weights
+        # at once, because the trainer's next step changes the weights
+        manifest = await self._packed(version)
         packed_at = time.monotonic()
         async with self._turn:
             turn_at = time.monotonic()

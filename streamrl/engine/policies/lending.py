@@ -37,8 +37,6 @@ IDLE_SHARE = 0.05
 """Share of a step in which a trainer may wait without counting as waiting. verl has 2 s; a share suits steps of any
 length.
 """
-
-
 STEPS = 4
 """Steps whose waits are summed: an even number, for steps that alternate."""
 
