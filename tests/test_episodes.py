@@ -255,6 +255,18 @@ def test_an_episode_whose_time_is_over_before_its_first_token_starts_over() -> N
     assert s.state.rollouts[0].failures == 1
 
 
+def test_an_episode_that_is_over_too_often_before_its_first_token_is_dropped_at_once() -> None:
+    s = episodes(2, policies__max_attempts=1, env__episode_time_limit="20 s")
+    begun(s)
+    answered(s, 0, tokens=0)
+    s.now += 10.0
+    answered(s, 1, tokens=0)
+    s.now = s.state.rollouts[0].deadline - 1.0
+    assert Abort(0, 0) in s.tell(Woke(s.now + 1.0))
+    s.tell(generated(1, 5))  # nothing but routine follows, so the next event concerns few policies
+    assert Drop(0, "failed 1 times") in s.tell(generated(0, 0, "aborted"))
+
+
 # Losses -------------------------------------------------------------------------------------------
 
 

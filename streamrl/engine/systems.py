@@ -109,7 +109,7 @@ def build_policies(run: Run) -> list[Policy]:
             else []
         ),
         KeepReplicas(policies.max_restarts, promotion),
-        RetryThenDrop(policies.max_attempts),
+        RetryThenDrop(policies.max_attempts, has_environment=run.environment is not None),
         StopWithoutProgress(policies.max_dropped_groups, policies.max_step_time),
         # before the policies that an evaluation holds, which go on when it ends
         *([EvaluateVersions()] if run.evaluation is not None else []),

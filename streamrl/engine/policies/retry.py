@@ -19,10 +19,10 @@ class RetryThenDrop:
     its last checkpoint.
     """
 
-    ignores = (Generated, Verified)
-
-    def __init__(self, max_attempts: int) -> None:
+    def __init__(self, max_attempts: int, has_environment: bool = False) -> None:
         self.max_attempts = max_attempts
+        # the end of a turn fails an episode whose time is over before its first token
+        self.ignores = (Verified,) if has_environment else (Generated, Verified)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield drops of groups whose rollouts failed too often."""
