@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,30 @@ def test_a_relay_that_dies_is_replaced(tmp_path: Path) -> None:
         assert not isinstance(caught.value, WorkerLostError)  # no worker's loss: it is tried again
         await bench.transfer.push(PushWeights(3, 0))
         await bench.check(3)
+
+    run(go, Bench(log=tmp_path / "relay.log"))
+
+
+def test_a_relay_that_dies_while_the_trainer_writes_is_replaced(tmp_path: Path) -> None:
+    async def go(bench: Bench) -> None:
+        await bench.push(1)
+        lost, write = bench.relays["near"][0], bench.transfer._write
+
+        async def written_into_nothing(version: int, directory: Path) -> Manifest:
+            bench.transfer._write = write
+            lost._process.kill()  # type: ignore[attr-defined]
+            shutil.rmtree(directory)
+            await write(version, directory)
+            raise RuntimeError("no such file or directory")
+
+        bench.transfer._write = written_into_nothing
+        directory = bench.transfer._near.directory  # type: ignore[union-attr]
+        with pytest.raises(ConnectionError) as caught:
+            await bench.push(2)
+        assert not isinstance(caught.value, WorkerLostError)  # no worker's loss: it is tried again
+        assert not directory.exists()
+        await bench.transfer.push(PushWeights(2, 0))
+        await bench.check(2)
 
     run(go, Bench(log=tmp_path / "relay.log"))
 

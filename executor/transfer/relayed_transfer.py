@@ -126,7 +126,7 @@ class RelayedTransfer(TransferRole):
         """Send a version to every site that has replicas."""
         version, near = command.version, await self._near_place()
         self._wanted.begin(version)
-        manifest = await self._write(version, near.directory)
+        manifest = await self._write_near(version, near)
         before = near.manifests.get(version)
         if before is not None:  # the trainer was rolled back, and its files were overwritten
             self._forget_parcels(before)
@@ -158,6 +158,16 @@ class RelayedTransfer(TransferRole):
             sent.wire_time,
             sent.decode_time,
         )
+
+    async def _write_near(self, version: int, near: Site) -> Manifest:
+        """Let the trainer write a version. A relay that dies meanwhile takes the directory along."""
+        try:
+            return await self._write(version, near.directory)
+        except WorkerLostError:
+            raise
+        except Exception:
+            await self._of_near(near, near.relay.remove(version))  # fails if the relay is lost
+            raise
 
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         """Return the manifest for a replica; send the version to its site first if necessary."""
@@ -271,6 +281,7 @@ class RelayedTransfer(TransferRole):
     def _lose(self, place: Site) -> None:
         """Forget a lost relay; the next call that needs it starts another one."""
         place.handle.kill("is lost")
+        shutil.rmtree(place.directory, ignore_errors=True)  # a writer may have created it again
         if self._near is place:
             self._near = None
             self._parcels.clear()
