@@ -1,4 +1,4 @@
-"""The environment "container", with a program `docker` that starts a shell on this machine instead of a container."""
+"""The environment "container", with programs that start a shell on this machine instead of a container."""
 
 from __future__ import annotations
 
@@ -39,12 +39,27 @@ esac
 """Starts a shell that is no child of the client, like a container, and notes calls. It kills no other processes."""
 
 
+APPTAINER = """#!/bin/sh
+echo "$@" >> "$0.calls"
+cd "$(dirname "$0")"
+case "$*" in *"kill -"*) exit 0;; esac
+case "$1 $2" in
+"instance start") [ "$8" = missing ] && { echo "no such image"; exit 255; }; : > "$9";;
+"instance stop") [ -e "$4" ] && echo removed >> "$0.calls";;
+"exec instance://"*) [ -e "${2#instance://}" ] || exit 1; shift 2; exec "$@";;
+*) exit 2;;
+esac
+"""
+"""Runs commands in "instances" that were started."""
+
+
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put the program on the PATH, and return its record of calls."""
-    program = tmp_path / "docker"
-    program.write_text(DOCKER)
-    program.chmod(0o755)
+    """Put the programs on the PATH, and return the record of docker's calls."""
+    for name, text in (("docker", DOCKER), ("apptainer", APPTAINER)):
+        program = tmp_path / name
+        program.write_text(text)
+        program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     return tmp_path / "docker.calls"
 
@@ -143,18 +158,38 @@ def test_a_worker_that_is_killed_leaves_no_container(docker: Path) -> None:
     assert_ended(pid)
 
 
+@pytest.mark.parametrize("program", ["docker", "apptainer"])
 def test_a_process_that_reads_the_input_of_the_shell_does_not_decide_about_the_reward(
-    docker: Path,
+    docker: Path, program: str
 ) -> None:
     docker.with_name("forge").write_text(
         "line=$(dd bs=8192 count=1 2>/dev/null); line=${line##*echo }; echo; echo ${line%% *} 0\n"
     )
-    environment = ContainerEnvironment(image="any", test="exit 1")
+    environment = ContainerEnvironment(image="any", test="exit 1", program=program)
     environment.reset({})
     files = "cd /proc/$PPID/fd; [ -e 10 ] && file=10 || file=0"  # dash keeps its input as 10
     told(environment, f"{files}; setsid sh $OLDPWD/forge <$file >1 2>&1 & sleep 0.3")
     assert environment.step("done") == (None, 0.0, True)
     environment.close()
+
+
+def test_apptainer_runs_the_test_in_the_instance_of_the_commands(docker: Path) -> None:
+    environment = ContainerEnvironment(image="any", test="test -f made", program="apptainer")
+    environment.reset({})
+    told(environment, "touch made")
+    assert environment.step("done") == (None, 1.0, True)
+    environment.close()
+    calls = docker.with_name("apptainer.calls").read_text().splitlines()
+    start, shell, others, test, stop, removed = calls
+    name = start.split()[-1]
+    options = "--containall --writable-tmpfs --net --network none"
+    assert start == f"instance start {options} any {name}" and shell == f"exec instance://{name} sh"
+    own = Path("/proc/self/ns/pid").readlink()
+    assert f'[ "$own" != "{own}" ] && kill -9 -1' in others
+    assert test == f"exec instance://{name} sh -c test -f made"
+    assert stop == f"instance stop --force {name}" and removed == "removed"
+    with pytest.raises(RuntimeError, match=r"apptainer did not start .* no such image"):
+        ContainerEnvironment(image="missing", program="apptainer").reset({})
 
 
 def test_output_of_any_length_takes_little_memory(docker: Path) -> None:

@@ -5,17 +5,17 @@ ends the output of each. Each command is a process of its own: files stay, varia
 A guard, a process of its own, removes the container when the episode or its worker ends, however it ends. A command
 that exceeds `environment.action_time_limit` also ends its container, and the next turn ends the episode without a reward.
 
-| program   | a container                                                                      | its removal         |
-|-----------|----------------------------------------------------------------------------------|---------------------|
-| docker    | `docker run --rm -i --name NAME --network none --memory BYTES --cpus N IMAGE sh` | `docker rm --force` |
-| podman    | the same                                                                         | `podman rm --force` |
-| apptainer | `apptainer exec --containall --writable-tmpfs --net --network none IMAGE sh`     | `kill` of its group |
+| program   | a container                                                                      | its removal             |
+|-----------|----------------------------------------------------------------------------------|-------------------------|
+| docker    | `docker run --rm -i --name NAME --network none --memory BYTES --cpus N IMAGE sh` | `docker rm --force`     |
+| podman    | the same                                                                         | `podman rm --force`     |
+| apptainer | `apptainer instance start --containall --writable-tmpfs --net --network none     | `apptainer instance     |
+|           | IMAGE NAME`, and `apptainer exec instance://NAME sh`                             | stop --force`           |
 
 The turn of the policy calls the tool `bash`. A turn without a call ends the episode. Then `test`, a command, decides about the
-reward: 1 if it exits with 0, else 0. docker and podman first kill the other processes of the container, and run the test
-with `exec`. So its status comes from the program, and no command of the policy can answer for it. apptainer runs the test
-in the shell of the commands: a process that the policy left behind can answer for it. The test reads the files of the
-policy's container, so the image must protect files that a test relies on.
+reward: 1 if it exits with 0, else 0. First the other processes of the container are killed. The test runs with `exec`. So its
+status comes from the program, and no command of the policy can answer for it. The test reads the files of the policy's
+container, so the image must protect files that a test relies on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import base64
 import io
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrl.executor.environment.tool_calls import ToolCallError, find_tool_calls
@@ -42,7 +44,11 @@ LAST_TIME = 5.0
 GUARD = 'cat >/dev/null; "$@" >/dev/null 2>&1'
 """Shell script that executes its arguments when its standard input ends."""
 END_OTHERS = "kill -9 -1"
-"""Kills all processes of a container but its first one, which is the shell of the commands."""
+"""Kills all processes of a container but its first one."""
+END_OTHERS_APART = (
+    'own=$(readlink /proc/self/ns/pid); [ -n "$own" ] && [ "$own" != "{host}" ] && kill -9 -1'
+)
+"""The same, unless the container has the processes of this machine: apptainer can be configured so."""
 BASH: Json = {
     "type": "function",
     "function": {
@@ -69,29 +75,35 @@ class Limits(NamedTuple):
 class Program(NamedTuple):
     """The commands of a program that starts containers, without its own name at the front."""
 
-    start: Callable[[str, str, Limits], list[str]]
-    """Starts a shell in a container: of a name, an image and limits."""
-    remove: tuple[str, ...] | None
-    """Removes the container whose name follows; None: a container is a group of processes of this machine."""
-    execute: tuple[str, ...] | None
-    """Runs a command in the container whose name follows; None: it cannot."""
+    start: Callable[[str, str, Limits], list[list[str]]]
+    """Start a container of a name, an image and limits; the last command is a shell in it."""
+    remove: tuple[str, ...]
+    """Removes the container whose name follows."""
+    execute: tuple[str, str] = ("exec", "")
+    """Runs a command in a container: the command, and what the name follows."""
+    end_others: str = END_OTHERS
+    """Shell command that kills the other processes of a container."""
 
 
-def _docker(name: str, image: str, limits: Limits) -> list[str]:
+def _docker(name: str, image: str, limits: Limits) -> list[list[str]]:
     network = [] if limits.network else ["--network", "none"]
     size = ["--memory", limits.memory, "--cpus", f"{limits.cpus:g}"]
-    return ["run", "--rm", "-i", "--name", name, *network, *size, image, "sh"]
+    return [["run", "--rm", "-i", "--name", name, *network, *size, image, "sh"]]
 
 
-def _apptainer(name: str, image: str, limits: Limits) -> list[str]:
+def _apptainer(name: str, image: str, limits: Limits) -> list[list[str]]:
     network = [] if limits.network else ["--net", "--network", "none"]
-    return ["exec", "--containall", "--writable-tmpfs", *network, image, "sh"]
+    start = ["instance", "start", "--containall", "--writable-tmpfs", *network, image, name]
+    return [start, ["exec", f"{INSTANCE}{name}", "sh"]]
 
 
+INSTANCE = "instance://"
 PROGRAMS = {
-    "docker": Program(_docker, ("rm", "--force"), ("exec",)),
-    "podman": Program(_docker, ("rm", "--force"), ("exec",)),
-    "apptainer": Program(_apptainer, None, None),
+    "docker": Program(_docker, ("rm", "--force")),
+    "podman": Program(_docker, ("rm", "--force")),
+    "apptainer": Program(
+        _apptainer, ("instance", "stop", "--force"), ("exec", INSTANCE), END_OTHERS_APART
+    ),
 }
 """Programs by name. The first one on the PATH is used."""
 
@@ -146,7 +158,8 @@ class ContainerEnvironment:
         self._shell: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._execute: list[str] = []
-        """Runs a command in the container, before the command; empty if the program cannot."""
+        """Runs a command in the container, before the command."""
+        self._end_others = END_OTHERS
 
     @classmethod
     def prepare(cls, program: str = "auto", **others: Any) -> None:
@@ -167,11 +180,12 @@ class ContainerEnvironment:
         self._test = str(task.get("test") or self._test)
         name = find_program(self._program)
         program, container = PROGRAMS[name], f"streamrl-{secrets.token_hex(8)}"
-        self._execute = [name, *program.execute, container] if program.execute else []
-        self._shell = _start([name, *program.start(container, image, self._limits)])
-        group = ["kill", "-9", f"-{self._shell.pid}"]
-        remove = [name, *program.remove, container] if program.remove else group
-        self._guard = _start(["sh", "-c", GUARD, "sh", *remove])
+        do, prefix = program.execute
+        self._execute = [name, do, f"{prefix}{container}"]
+        self._end_others = program.end_others.format(host=Path("/proc/self/ns/pid").readlink())
+        commands = program.start(container, image, self._limits)
+        self._shell = _start(_in_turn([[name, *each] for each in commands]))
+        self._guard = _start(["sh", "-c", GUARD, "sh", name, *program.remove, container])
         told, status = self._run("true")
         if status != 0:
             raise RuntimeError(
@@ -199,10 +213,8 @@ class ContainerEnvironment:
         """Return whether the test exits with 0."""
         if not self._test:
             return False
-        if not self._execute:
-            return self._run(self._test)[1] == 0
         try:
-            for command in (END_OTHERS, self._test):
+            for command in (self._end_others, self._test):
                 status = subprocess.call(
                     [*self._execute, "sh", "-c", command],
                     stdin=subprocess.DEVNULL,
@@ -264,6 +276,15 @@ class ContainerEnvironment:
                 process.wait(LAST_TIME)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _in_turn(commands: list[list[str]]) -> list[str]:
+    """Return a command that runs commands one after the other. The last one takes its place, and has its input."""
+    *before, last = commands
+    if not before:
+        return last
+    script = " && ".join(f"{shlex.join(each)} </dev/null" for each in before)
+    return ["sh", "-c", f"{script} && exec {shlex.join(last)}"]
 
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:
