@@ -61,6 +61,16 @@ def test_a_call_is_read_in_each_format(name: str) -> None:
         find_tool_calls(CALLS[name], name, {"sub": {}})
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_half_of_a_surrogate_pair_is_answered_with_the_reason(name: str) -> None:
+    text = CALLS[name].replace("2", "\\ud83d" if name != "xml" else '"\\ud83d"')
+    schemas = {"add": {"properties": {"a": {"type": "integer"}, "note": {"type": "array"}}}}
+    with pytest.raises(ToolCallError, match="half of a surrogate pair"):
+        find_tool_calls(text, name, schemas)
+    whole = text.replace("d83d", "d83d\\ude00")
+    assert find_tool_calls(whole, name, schemas) == [("add", {"a": 1, "note": "😀"})]
+
+
 def test_several_calls_are_read_in_order() -> None:
     two = "{};{}".format(*[CALLS["llama"]] * 2)
     assert len(find_tool_calls(two, "llama", SCHEMAS)) == 2

@@ -212,11 +212,12 @@ def _serve(
                 if sandbox is not None:
                     sandbox.enter()
                 environment = make()
-            data = json.dumps({**_answer(environment, request), "id": request["id"]})
+            answer = {**_answer(environment, request), "id": request["id"]}
+            data = json.dumps(answer, ensure_ascii=False)  # half of a surrogate pair becomes "?"
         except BaseException as error:
             fault = _text_of(error) + _place_of(error)
             data = json.dumps({"fault": fault, "id": request["id"]})
-        answers.write(data.encode() + b"\n")
+        answers.write(data.encode(errors="replace") + b"\n")
         answers.flush()
     if hasattr(environment, "close"):
         environment.close()

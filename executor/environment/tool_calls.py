@@ -61,7 +61,18 @@ def find_tool_calls(text: str, name: str, schemas: Schemas) -> list[ToolCall]:
             raise ToolCallError(
                 f"there is no tool {call.name!r}; the tools are {', '.join(sorted(schemas))}"
             )
+        _check_text(call)
     return calls
+
+
+def _check_text(call: ToolCall) -> None:
+    """Raise `ToolCallError` if an argument has half of a surrogate pair, which no text may have."""
+    try:
+        json.dumps(call.arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ToolCallError(
+            "an argument has half of a surrogate pair, such as \\ud800; write the whole character"
+        ) from None
 
 
 def _hermes(text: str, schemas: Schemas) -> Iterator[ToolCall]:
