@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import simpy
@@ -25,12 +26,22 @@ LOST = "the environment was lost"
 BYTES = 8
 
 
+class Start(NamedTuple):
+    """The start of an environment."""
+
+    seconds: float
+    """Until it is open or lost, with the wait for its turn."""
+    is_lost: bool
+    """Whether it exceeds `environment.start_time_limit`."""
+
+
 class Starts:
     """When environments start: prepared ones first, and at most so many per second."""
 
     def __init__(self, config: EnvironmentConfig, seed: int) -> None:
         self._cold = start_time_of(config)
         self._warm_time = config.warm_start_time
+        self._limit = float(config.start_time_limit)
         self._spacing = 1 / config.starts_per_second if config.starts_per_second else 0.0
         self._rng = np.random.default_rng([seed, STREAM])
         self._next_at = -inf
@@ -39,8 +50,8 @@ class Starts:
         """Heap of the instants at which prepared environments are ready."""
         heapify(self._prepared)
 
-    def begin(self, now: float, recorded: float | None) -> float:
-        """Begin a start, and return the seconds until the environment is open.
+    def begin(self, now: float, recorded: float | None) -> Start:
+        """Begin a start.
 
         Args:
             now: the current instant.
@@ -50,8 +61,11 @@ class Starts:
         if self._prepared and self._prepared[0] <= begun:
             heappop(self._prepared)
             heappush(self._prepared, self._begin_one(begun) + self._cold_time())
-            return begun + self._warm_time - now
-        return begun + (self._cold_time() if recorded is None else recorded) - now
+            return self._start(begun - now, float(self._warm_time))
+        return self._start(begun - now, self._cold_time() if recorded is None else recorded)
+
+    def _start(self, waited: float, seconds: float) -> Start:
+        return Start(waited + min(seconds, self._limit), seconds > self._limit)
 
     def _begin_one(self, now: float) -> float:
         begun = max(now, self._next_at)
@@ -79,10 +93,11 @@ class Environments:
         around = self._around
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
-        seconds = 0.0
+        seconds, is_lost = 0.0, self._is_lost(self._num_acts)
         if command.starts:
-            seconds = self._starts.begin(around.env.now, self._episode(command).start_time)
-        if self._is_lost(self._num_acts):
+            start = self._starts.begin(around.env.now, self._episode(command).start_time)
+            seconds, is_lost = start.seconds, is_lost or start.is_lost
+        if is_lost:
             self._after(seconds, self._num_acts, Failed(command, LOST), command.rollout)
             return
         action_time, event = self._answer(command)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamrl.engine.messages import (
     Act,
     Close,
+    Failed,
     Generate,
     Generated,
     Observed,
@@ -23,6 +24,8 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.attribution import attribute
 from streamrl.record.ledger import LedgerReader
+from streamrl.record.metrics import measure
+from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.checkup import rehearsal
@@ -369,6 +372,41 @@ def acts(trace: Trace) -> list[tuple[float, float, Act]]:
             found.append((began_at, time, command))
         begun |= {c.rollout: (time, c) for c in answer if isinstance(c, Act)}
     return found
+
+
+def test_the_figures_of_episodes_are_those_of_their_messages() -> None:
+    run = agentic({"policies.system": "stream-sync"}, sandboxes=3, failed_share=0.02)
+    trace = simulated(run)
+    found = measure(trace, (1, 3)).episodes
+    assert found is not None
+    ended = [event.rollout for _, event in events(trace, Verified)]
+    turns = [e for _, e in events(trace, Generated) if e.finish != "aborted"]
+    lost = {event.command.rollout for _, event in events(trace, Failed)}
+    kept = set(ended) - lost
+    assert lost and found.episodes == len(ended)
+    whole = [end - start for start, end, each in acts(trace) if not each.starts]
+    assert found.action_time == pytest.approx(np.mean(whole), rel=0.1)
+    assert found.tool_time == pytest.approx(found.action_time * found.turns, rel=0.1)
+    of_kept = sum(event.rollout in kept for event in turns) / len(kept)
+    assert found.turns == pytest.approx(of_kept, rel=0.1)
+    assert found.start_time == pytest.approx(2.0)
+    assert 1.5 < found.in_flight <= 3
+    cached = [event.cached_tokens for event in turns if event.cached_tokens]
+    assert found.cached_share is not None and 0.5 < found.cached_share < 1 and cached
+    table = "".join(metrics_table(measure(trace)).columns[0]._cells)  # type: ignore[arg-type]
+    assert "turns" in table and "cached prefix" in table
+    assert measure(simulated(small_run())).episodes is None
+
+
+def test_a_start_that_takes_too_long_loses_the_environment() -> None:
+    run = agentic(start_time="median 2 s, p95 6 s", start_time_limit="3 s", starts_per_second=2)
+    trace = simulated(run)
+    begun = [(at, command.rollout) for at, command in commands(trace, Act) if command.starts]
+    lost = [(time, event.command.rollout) for time, event in events(trace, Failed)]
+    took = [time - max(at for at, own in begun if own == who and at < time) for time, who in lost]
+    assert took and min(took) >= 3 - 1e-9
+    opened = [end - start for start, end, command in acts(trace) if command.starts]
+    assert len(opened) > len(took), "most starts succeed"
 
 
 def test_an_action_ends_at_its_time_limit() -> None:

@@ -199,9 +199,16 @@ def test_a_faulty_environment_ends_the_run_with_its_reason(tmp_path: Path) -> No
         executed(run)
 
 
-def test_a_run_ends_early_if_no_environment_begins_an_episode(tmp_path: Path) -> None:
-    run = episode_run(tmp_path, env__implementation=f"{GAME}Closed")
-    with pytest.raises(ExtensionError, match=r"all of its first 8 starts failed.*task is missing"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("Closed", "task is missing"), ("Slow", r"within environment\.start_time_limit, 0\.3 s")],
+)
+def test_a_run_ends_early_if_no_environment_begins_an_episode(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    limits = {"env__start_time_limit": "300 ms"} if name == "Slow" else {}
+    run = episode_run(tmp_path, env__implementation=f"{GAME}{name}", **limits)
+    with pytest.raises(ExtensionError, match=rf"all of its first 8 starts failed.*{why}"):
         executed(run)
 
 
@@ -255,9 +262,11 @@ def test_an_action_is_limited_and_a_bad_answer_is_a_fault_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("streamrl.executor.environment.session.END_TIME", 0.5)
-    slept, hung, left, eaten, opened, infinite, large, pair, raised, forged, number, told = odd(
-        *("sleep", "hang", "exit", "eat", "open", "infinite"),
-        *("large", "pair", "raise", "forge", "number", "hello"),
+    slept, hung, left, eaten, opened, infinite, large, pair, raised, forged, number, half, told = (
+        odd(
+            *("sleep", "hang", "exit", "eat", "open", "infinite"),
+            *("large", "pair", "raise", "forge", "number", "half", "hello"),
+        )
     )
     assert slept.timed_out and not slept.done and "more than 0.1 s" in slept.observation
     assert hung.timed_out and hung.done
@@ -272,6 +281,7 @@ def test_an_action_is_limited_and_a_bad_answer_is_a_fault_with_its_reason(
     assert at is not None and "raise LookupError" in lines[int(at[1]) - 1]
     assert forged.startswith("a line on the environment's socket is not the answer")
     assert "observation" in number
+    assert half.observation == "half of a ?"
     assert (told.observation, told.reward, told.done) == ("hello", 1.0, False)
 
 

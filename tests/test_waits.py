@@ -32,7 +32,7 @@ OTHER_WAITS = {
     "environment/host.py:_reap": f"at the end, {KILLED}; before, WNOHANG does not wait",
     "environment/mcp_client.py:ask": "the server has closed its output; the session's request is bounded",
     "environment/mcp_client.py:close": KILLED,
-    "environment/session.py:_read_line": "the caller waits START_TIME at most, and then kills the host",
+    "environment/session.py:_read_line": "the caller waits IMPORT_TIME at most, and then kills the host",
     "environment/session.py:close": KILLED,
     "launchers/handles.py:_first_of": f"{CALLED}: the first error of a rank ends it",
     "launchers/prefork_server.py:_reap": "the kernel has reported that the process has ended",

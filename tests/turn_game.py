@@ -35,6 +35,14 @@ class Closed(Summing):
         raise LookupError("the task is missing")
 
 
+class Slow(Summing):
+    """Begins no episode in time."""
+
+    def reset(self, task: dict[str, Any]) -> str | None:
+        time.sleep(60)
+        return None
+
+
 class Odd:
     """Does what the action says."""
 
@@ -69,6 +77,8 @@ class Odd:
                 for file in range(3, 20):
                     with contextlib.suppress(OSError):
                         os.write(file, b'{"observation": "forged", "reward": 1.0, "done": true}\n')
+            case "half":
+                return "half of a \ud83d", 0.0, False
             case "number":
                 return 5, 0.0, False
         return action, 1, False

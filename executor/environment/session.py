@@ -45,7 +45,7 @@ from streamrl.executor.environment.host import main
 main(options)
 """
 """Program of the host; it imports from the controller's `sys.path` and inherits nothing else."""
-START_TIME = 300.0
+IMPORT_TIME = 300.0
 """Seconds for the import of the environment's class, as for engines and backends from outside."""
 END_TIME = 5.0
 """Seconds beyond its limit that an action has to stop. Then its process is killed."""
@@ -89,11 +89,23 @@ class Session:
         self.is_closed = False
 
     async def reset(self, task: Record) -> Observation:
-        """Begin the episode of a task, and return what the policy sees before its first turn."""
+        """Begin the episode of a task, and return what the policy sees before its first turn.
+
+        Raises:
+            EnvironmentFaultError: it raised an error, or did not start in time.
+            WorkerLostError: its process has ended.
+        """
         self._number, self._reader, self._writer = await self._host.open()
         if self.is_closed:
             self.close()
-        return (await self._ask({"do": "reset", "task": task}, START_TIME)).observation
+        limit = self._host.start_time_limit
+        try:
+            return (await self._ask({"do": "reset", "task": task}, limit)).observation
+        except TimeoutError:
+            self.kill()
+            raise EnvironmentFaultError(
+                f"it did not start within environment.start_time_limit, {limit:g} s"
+            ) from None
 
     async def step(self, action: str, limit: float | None) -> Answer:
         """Return the answer to an action; an action that cannot be stopped at its limit ends the episode."""
@@ -167,6 +179,11 @@ class EnvironmentHost:
         self._starting = asyncio.Lock()
 
     @property
+    def start_time_limit(self) -> float:
+        """Seconds that the start of one environment may take."""
+        return float(self._config.start_time_limit)
+
+    @property
     def pid(self) -> int | None:
         """Process id of the host; None if it does not run."""
         return (
@@ -233,7 +250,7 @@ class EnvironmentHost:
             )
         self._connection = ours
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(_read_line, ours), START_TIME)
+            line = await asyncio.wait_for(asyncio.to_thread(_read_line, ours), IMPORT_TIME)
             described = msgspec.json.decode(line, type=Description)
         except (TimeoutError, msgspec.MsgspecError):
             self.close()

@@ -41,6 +41,8 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """Time limit of an episode, from the end of its environment's start. The episode then ends with
     the tokens that it has.
     """
+    start_time_limit: Duration = Duration(300.0)
+    """Time limit of the start of one environment. One that takes longer is lost."""
     after_loss: LossRecovery = "restart"
     """What happens to an episode whose environment is lost. restart: it begins again without tokens.
     replay: it keeps its tokens, and its actions are repeated in a new environment.

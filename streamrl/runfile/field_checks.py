@@ -502,6 +502,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "action_time_limit": POSITIVE,
         "memory_limit": POSITIVE,
         "episode_time_limit": POSITIVE,
+        "start_time_limit": POSITIVE,
         "warm_start_time": SECONDS,
         "starts_per_second": POSITIVE,
         "failed_share": Bounds(0, 0.9),
