@@ -34,6 +34,7 @@ from streamrl.record.band import (
 )
 from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
+from streamrl.record.episode_figures import EpisodeMetrics, EpisodeReader
 from streamrl.record.ledger import Ledger, LedgerReader
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.rollout_flow import Flow
@@ -123,12 +124,15 @@ class RunReader(PaceReader):
         super().__init__(trace)
         self.attribution = AttributionReader(trace)
         self.ledger = LedgerReader(trace)
+        self.episodes = EpisodeReader(trace.run.algorithm.group_size)
 
     def handlers(self) -> Iterator[Handlers]:
         """Yield the handlers of all messages that `Metrics` depend on."""
         yield from self.ledger.handlers()
         yield from super().handlers()
         yield from self.attribution.handlers()
+        if self.trace.run.environment is not None:
+            yield from self.episodes.handlers()
         yield {Stepped: self._mark_step}
 
     def end_block(self, now: float) -> None:
@@ -257,6 +261,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     cost_per_million_tokens_band: Band | None = None
     selection: SelectionMetrics | None = None
     """Generated rollouts compared with those that were trained on."""
+    episodes: EpisodeMetrics | None = None
+    """Turns, tools and cache of episodes; None without an environment."""
 
     def __repr__(self) -> str:
         figures = ", ".join(figure for name, figure in self.summary() if name in IN_SHORT)
@@ -423,6 +429,7 @@ def measure_read(
         tiers=tiers,
         ledger=reader.ledger.balance(),
         selection=reader.flow.selection.metrics(),
+        episodes=reader.episodes.between(*window),
         uncertainty=read_uncertainty(trace, shares),
         model_error=error,
         **bands_of_speed(speed, error)._asdict(),

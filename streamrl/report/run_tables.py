@@ -13,6 +13,7 @@ from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import UNDERFILLED
 from streamrl.record.band import ModelError, ends_of
 from streamrl.record.billing import BILLING_KEYS, SANDBOXES
+from streamrl.record.episode_figures import EpisodeMetrics
 from streamrl.record.metrics import RATIOS, Metrics
 from streamrl.record.selection import SelectionMetrics
 from streamrl.record.uncertainty import MOST_UNMEASURED
@@ -424,6 +425,8 @@ def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]
             yield LABELS[name], figure_text(metrics, name), ""
     sides = ", ".join(f"{count} {side}" for side, count in metrics.num_gpus.items())
     yield "GPUs", str(sum(metrics.num_gpus.values())), sides
+    if metrics.episodes is not None:
+        yield from _episodes(metrics.episodes)
     yield "staleness", _mean_staleness(metrics.staleness), _histogram(metrics.staleness)
     yield "seconds from", "", format_tiers(metrics.tiers)
     if metrics.model_error is not None:
@@ -438,6 +441,18 @@ def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]
         yield "dropped rollouts", f"{count:,}", reason
     if metrics.wasted:
         yield "wasted tokens", format_share(sum(metrics.wasted.values())), _wasted(metrics.wasted)
+
+
+def _episodes(found: EpisodeMetrics) -> Iterable[tuple[str, str, str]]:
+    """Yield the turns and seconds of an episode, how many are in flight, and the share of contexts in the cache."""
+    action = f"{format_duration(found.action_time)} an action"
+    started = f"its environment starts in {format_duration(found.start_time)}"
+    yield "turns", f"{found.turns:.1f}", f"mean of {found.episodes:,} episodes"
+    yield "tools", format_duration(found.tool_time), f"an episode, {action}; {started}"
+    yield "episodes in flight", f"{found.in_flight:.1f}", "mean over the counted steps"
+    if found.cached_share is not None:
+        share = format_share(found.cached_share)
+        yield "cached prefix", share, "of the contexts of later turns"
 
 
 def _wasted(shares: Mapping[str, float]) -> str:
