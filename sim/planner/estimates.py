@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.engine.presets import System
+from streamrl.engine.systems import rollouts_that_fill
 from streamrl.hardware.resolved import resolve
 from streamrl.record.billing import adds_nothing, billing_ratios, rented_time
 from streamrl.record.charges import egress_dollars
@@ -257,14 +258,17 @@ class Estimates:
     def _train(self) -> None:
         """Compute the closed forms of all trainers."""
         run = self.space.run
-        factor, trained = run.costs.training_factor, []
+        factor, trained, fills = run.costs.training_factor, [], []
         for trainer in self.space.trainers:
             costs = TrainingCosts.load(resolve(replace(run, trainer=trainer.change(run.trainer))))
+            fills.append(rollouts_that_fill(costs.trainer))
             trained.append(train_times(costs, run.framework, factor, self._trained_on))
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
         }
+        self._fills = np.array(fills)
+        """Rollouts that a streamed command of each trainer waits for."""
 
     # Generation -----------------------------------------------------------------------------------
 
@@ -652,8 +656,11 @@ class Estimates:
         ends = np.maximum(ends, generation + trained["last"][trainer] + optimizer)
         for replicas, found in self._found(mode):
             mine = self._places_of(mode, replicas)
-            busy = (training - optimizer)[mine]
-            ends[mine] = np.maximum(ends[mine], found.stream_end(busy) + optimizer[mine])
+            fills = self._fills[trainer[mine]]
+            for fill in np.unique(fills):
+                some = mine[fills == fill]
+                done = found.stream_end((training - optimizer)[some], int(fill))
+                ends[some] = np.maximum(ends[some], done + optimizer[some])
         return ends
 
 

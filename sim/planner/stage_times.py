@@ -53,13 +53,11 @@ class GenerationTime:
     """Seconds to the end of a replica's share of each batch, averaged over replicas. A batch takes
     this long if each replica starts its next share when it ends the one before.
     """
-    envelopes: list[tuple[Floats, Floats]]
-    """Two arrays for each batch: when a rollout can be trained on, and the share of all tokens
-    available then or later. Only rollouts that can limit the trainer are included.
-    """
-    rollout_ends: list[tuple[Floats, Floats]]
-    """The same for computing rewards: when each rollout ends, whether or not its group has. Empty if
-    rewards take no time.
+    arrivals: list[Arrivals]
+    """When rollouts can be trained on, for each batch."""
+    rollout_ends: list[Arrivals]
+    """When rollouts end, whether or not their groups have, for computing rewards. Empty if rewards
+    take no time.
     """
 
     @cached_property
@@ -79,8 +77,8 @@ class GenerationTime:
             self.together * factor,
             self.turnovers * factor,
             self.shares * factor,
-            [(times * factor, left) for times, left in self.envelopes],
-            [(times * factor, left) for times, left in self.rollout_ends],
+            [each.scaled(factor) for each in self.arrivals],
+            [each.scaled(factor) for each in self.rollout_ends],
         )
 
     def overlapping(self, num_batches: int) -> float:
@@ -88,22 +86,78 @@ class GenerationTime:
         share, under_way = self._overlapping
         return max(share, under_way / num_batches)
 
-    def stream_end(self, train_time: Floats) -> Floats:
-        """Return when trainers end that work on rollouts as they finish, given the seconds of training for all.
+    def stream_end(self, train_time: Floats, fill: int = 1) -> Floats:
+        """Return when trainers end that work on rollouts as they finish.
 
-        A trainer that is never idle while work waits ends at the maximum, over all rollouts, of:
-        the time when it can be trained on, plus the work that remains from then on.
+        A trainer that is never idle while enough work waits ends at the maximum, over all
+        commands, of: the time when the last rollout of the command can be trained on, plus the
+        work that remains from then on.
+
+        Args:
+            train_time: seconds of training for all rollouts, for each trainer.
+            fill: rollouts that a command waits for, so that every rank has work.
         """
-        return _mean_end(self.envelopes, train_time)
+        return _mean_end([each.envelope(fill) for each in self.arrivals], train_time)
 
     def scored_end(self, seconds: float) -> float:
         """Return when all rewards are computed that take `seconds` in total."""
-        return float(_mean_end(self.rollout_ends, np.array([seconds]))[0])
+        envelopes = [each.envelope(1) for each in self.rollout_ends]
+        return float(_mean_end(envelopes, np.array([seconds]))[0])
 
 
-def _mean_end(envelopes: Sequence[tuple[Floats, Floats]], seconds: Floats) -> Floats:
+class Envelope(NamedTuple):
+    """The arrivals of a batch that can limit those who work on it."""
+
+    instants: Floats
+    left: Floats
+    """Share of all tokens that arrive at an instant or later."""
+
+
+class Arrivals:
+    """When the rollouts of a batch arrive at those who work on them, in order of time."""
+
+    def __init__(self, times: Floats, tokens: Floats, counts: Floats) -> None:
+        """Keep the arrivals.
+
+        Args:
+            times: seconds since the batch was distributed.
+            tokens: output tokens that arrive.
+            counts: rollouts that arrive.
+        """
+        self._times, self._tokens, self._counts = times, tokens, counts
+        self._envelopes: dict[int, Envelope] = {}
+
+    @classmethod
+    def of(cls, finishes: Sequence[Finish]) -> Arrivals:
+        """Return the arrivals of finished rollouts, which must be sorted by time."""
+        columns = [(each.time, each.tokens * each.weight, each.weight) for each in finishes]
+        return cls(*np.array(columns, dtype=float).T)
+
+    def scaled(self, factor: float) -> Arrivals:
+        """Return arrivals that take `factor` times as long."""
+        return Arrivals(self._times * factor, self._tokens, self._counts)
+
+    def envelope(self, fill: int) -> Envelope:
+        """Return the arrivals that can limit a worker who waits for `fill` rollouts, or for the rest of the batch."""
+        if fill not in self._envelopes:
+            number = np.ceil(np.cumsum(self._counts) / fill - ROUNDING)
+            lasts = np.flatnonzero(np.diff(number, append=np.inf))
+            firsts = np.concatenate(([0], lasts[:-1] + 1))
+            tokens = np.add.reduceat(self._tokens, firsts)
+            left = np.cumsum(tokens[::-1])[::-1] / tokens.sum()
+            instants = self._times[lasts]
+            kept = _envelope(instants.tolist(), left.tolist())
+            self._envelopes[fill] = Envelope(instants[kept], left[kept])
+        return self._envelopes[fill]
+
+
+ROUNDING = 1e-9
+"""Error of a sum of weights, relative to one command."""
+
+
+def _mean_end(envelopes: Sequence[Envelope], seconds: Floats) -> Floats:
     """Return the end of work that begins as rollouts arrive, averaged over batches."""
-    ends = [(instants + left * seconds[:, None]).max(axis=1) for instants, left in envelopes]
+    ends = [(each.instants + each.left * seconds[:, None]).max(axis=1) for each in envelopes]
     mean: Floats = np.mean(ends, axis=0)
     return mean
 
@@ -129,8 +183,8 @@ def summarize(
         together=np.array([ends.at_once[-1].time for ends in batches]),
         turnovers=np.array([_turnover(ends) for ends in batches]),
         shares=np.array([_mean_share(ends.at_once, num_replicas) for ends in batches]),
-        envelopes=[_envelope_of(ends) for ends in arrivals],
-        rollout_ends=[_envelope_of(ends.in_turn) for ends in batches] if has_reward_time else [],
+        arrivals=[Arrivals.of(ends) for ends in arrivals],
+        rollout_ends=[Arrivals.of(ends.in_turn) for ends in batches] if has_reward_time else [],
     )
 
 
@@ -150,14 +204,6 @@ def _by_group(finishes: Sequence[Finish]) -> list[Finish]:
     """Return the finishes, each moved to the end of its group."""
     ends = {finish.group: finish.time for finish in finishes}
     return sorted(Finish(ends[finish.group], *finish[1:]) for finish in finishes)
-
-
-def _envelope_of(finishes: Sequence[Finish]) -> tuple[Floats, Floats]:
-    instants = np.array([finish.time for finish in finishes])
-    tokens = np.array([finish.tokens * finish.weight for finish in finishes])
-    left = np.cumsum(tokens[::-1])[::-1] / tokens.sum()
-    kept = _envelope(instants.tolist(), left.tolist())
-    return instants[kept], left[kept]
 
 
 def _envelope(instants: list[float], left: list[float]) -> list[int]:
@@ -295,9 +341,7 @@ class TrainTimes(NamedTuple):
     trainer is free.
     """
     last: float
-    """Seconds of the last command of a stream. It has as many rollouts as fill the GPUs, and the
-    longest come last.
-    """
+    """Seconds of the last command of a stream, in which the longest rollouts come."""
     least: float
     """Seconds of the arithmetic alone, spread evenly over ranks."""
     optimizer: float
@@ -412,7 +456,14 @@ def _stream(costs: TrainingCosts, batch: Turns, updates: int) -> float:
 
 
 def _last(costs: TrainingCosts, batch: FallingLengths) -> float:
-    longest = batch.longest(rollouts_that_fill(costs.trainer))
+    """Return the seconds of a stream's last command, of the longest rollouts.
+
+    A trainer that waits for rollouts takes as many as fill its ranks, and the remainder last. Commands
+    of a busy one have more rollouts, so that the last one may have any number: the middle is taken.
+    """
+    fill = rollouts_that_fill(costs.trainer)
+    remainder = (batch.all.num_rollouts - 1) % fill + 1
+    longest = batch.longest((remainder + fill + 1) // 2)
     return _commands(costs, _turns(costs, longest), commands=1, fills=1)
 
 
