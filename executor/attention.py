@@ -105,7 +105,7 @@ def attend_packed(
         both, longest = (bounds, bounds), (max(lengths), max(lengths))
         return kernel(of_query, of_key, of_value, both, longest, window, scaling)[None]
     split = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
-    masks = (_window(length, window, query.device) for length in lengths)
+    masks = (causal_mask(length, window, query.device) for length in lengths)
     attended = [
         attend(own_query, own_key, own_value, mask=mask, is_causal=mask is None, scaling=scaling)
         for own_query, own_key, own_value, mask in zip(*split, masks, strict=True)
@@ -155,7 +155,7 @@ def attend_segments(
         return kernel(of_query, of_key, of_value, bounds, longest, window, scaling)[None]
     attended = []
     for (first, end), (start, stop) in segments:
-        mask = _window(end - first, window, query.device, stop - start)
+        mask = causal_mask(end - first, window, query.device, stop - start)
         attended.append(
             attend(
                 query[:, :, first:end],
@@ -255,7 +255,7 @@ def _before(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
-def _window(
+def causal_mask(
     length: int, window: int | None, device: torch.device, num_keys: int | None = None
 ) -> torch.Tensor | None:
     """Return the attention mask, (length, keys); None if it is the causal one of a whole sequence.

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from streamrl.executor.roles import Completion, Manifest, Request
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
-from streamrl.executor.rollout.static_engine import cache_name
+from streamrl.executor.rollout.torch_model import cache_name
 from streamrl.executor.tokens import (
     TokenBlock,
     TokenSegment,

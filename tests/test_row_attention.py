@@ -1,18 +1,19 @@
-"""Rows of the cache: what a sequence attends to lies in its own row, whoever had that before, and whoever is beside it."""
+"""Rows of the cache: a sequence attends to its own tokens, whatever its row had before, and whatever is beside it."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from streamrl.executor.roles import Completion, Request
-from streamrl.executor.rollout import transformers_engine as row_attention
 from streamrl.executor.rollout.inference_engine import PREFILL_TOKENS, ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
+from streamrl.executor.rollout.torch_model import draw
 from streamrl.executor.tokens import encode_ids, read_block
 from tests.tiny_model import reference, tiny_model
 
@@ -20,12 +21,16 @@ VOCABULARY, MAX_RUNNING = 60, 8
 LONG_PROMPT = 2 * PREFILL_TOKENS + 3  # in three chunks, beside those that decode
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+"""The second layer attends to the last 16 tokens only."""
+
+
+@pytest.fixture(scope="module", params=[{}, SLIDING], ids=["full", "sliding"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose heads share keys and values in pairs, and that never ends a rollout."""
     path = tmp_path_factory.mktemp("model")
     options = {"initializer_range": 0.2, "max_position_embeddings": 2048, "eos_token_id": None}
-    tiny_model(VOCABULARY, **options).save_pretrained(path)
+    tiny_model(VOCABULARY, **options, **request.param).save_pretrained(path)
     return path
 
 
@@ -65,15 +70,14 @@ async def generate(path: Path, requests: list[Request]) -> list[Completion]:
         await worker.stop()
 
 
-@pytest.mark.parametrize("dense", [0.0, row_attention.DENSE, 2.0])
 @torch.no_grad()
-def test_rows_are_attended_to_where_they_lie_or_copied_together_with_the_same_result(
-    model_path: Path, dense: float, monkeypatch: pytest.MonkeyPatch
+def test_each_sequence_attends_to_its_own_tokens_in_whatever_row_they_are(
+    model_path: Path,
 ) -> None:
-    monkeypatch.setattr(row_attention, "DENSE", dense)
     requests, model = make_requests(), reference(model_path)
     for asked, done in zip(requests, asyncio.run(generate(model_path, requests)), strict=True):
         tokens, logprobs = read_block(done.output)
+        assert len(tokens) == asked.max_tokens
         prompt = torch.frombuffer(bytearray(asked.prompt), dtype=torch.int32).tolist()
         context = torch.tensor([[*prompt, *tokens.tolist()]])
         expected = model(context).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -81,16 +85,9 @@ def test_rows_are_attended_to_where_they_lie_or_copied_together_with_the_same_re
         torch.testing.assert_close(torch.tensor(logprobs.copy()), sampled, atol=5e-5, rtol=1e-5)
 
 
-def test_sparse_rows_are_copied_and_dense_ones_are_not() -> None:
-    def decoding(rows: list[int]) -> slice:
-        count = len(rows)
-        found = row_attention._decoding(
-            torch.arange(count), torch.tensor(rows), torch.arange(1, count + 1)
-        )
-        assert found[4].shape[0] == (found[2].stop - found[2].start or count)
-        return found[2]
-
-    assert decoding([4, 2, 3]) == slice(2, 5)
-    assert decoding([2, 5]) == slice(2, 6)
-    assert decoding([2, 6]) == slice(0, 0)
-    assert decoding([9]) == slice(9, 10)
+def test_tokens_are_drawn_by_their_probability_and_never_without_one() -> None:
+    shares = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0])
+    drawn = draw(shares.log().expand(20_000, -1), torch.Generator().manual_seed(0))
+    found = torch.bincount(drawn[:, 0], minlength=5) / len(drawn)
+    assert found[1] == found[4] == 0
+    torch.testing.assert_close(found, shares, atol=0.015, rtol=0.0)

@@ -8,6 +8,7 @@ Read these files first:
 - `engines.py`: which engine belongs to which value of `rollout.backend`.
 - `transformers_engine.py`, `vllm_engine.py`, `static_engine.py`: the engines inside the worker process. `static_engine.py` is the
   shortest one; the tests compare the others with it.
+- `row_batch.py`, `row_attention.py`: the sequences of the transformers engine, and their rows of the KV cache.
 - `external_engine.py`: the engine whose tokens come from a server over HTTP. `server_api.py` has the requests and answers
   of each API, `server_client.py` the connection. `sglang_engine.py` starts a server of its own.
 - `vllm_settings.py`, `vllm_worker.py`: vLLM's arguments, and the methods that run inside its worker processes.

@@ -13,9 +13,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -29,8 +29,15 @@ from streamrl.executor.rollout.inference_engine import (
     TimedPass,
 )
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
-from streamrl.executor.rollout.torch_model import end_tokens, load_model, move, read_weights
-from streamrl.executor.sampling import IsOver, Sampling, truncated
+from streamrl.executor.rollout.torch_model import (
+    cache_name,
+    end_tokens,
+    load_model,
+    move,
+    next_logprobs,
+    read_weights,
+)
+from streamrl.executor.sampling import IsOver
 
 PADDING = 0
 """Any token id: padding is on the left, where the attention mask hides it."""
@@ -235,11 +242,6 @@ class StaticEngine:
         return rows
 
 
-def cache_name(model: Any) -> str:
-    """Return the name of a model's KV cache argument, which changed in transformers 5.24."""
-    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-
-
 class _Batch:
     """The rows of one batch, padded on the left to the longest prefix, and their KV cache."""
 
@@ -301,14 +303,5 @@ class _Batch:
             **self._cached,
         )
         self._is_token = torch.cat([self._is_token, self._is_token.new_ones(len(self._rows), 1)], 1)
-        logits = output.logits[:, -1].float()
-        logprobs = _logprobs(logits, self._settings.sampling(evaluates=False))
-        if any(row.evaluates for row in self._rows):
-            own = torch.tensor([row.evaluates for row in self._rows], device=logits.device)
-            logprobs[own] = _logprobs(logits[own], self._settings.sampling(evaluates=True))
-        return logprobs
-
-
-def _logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    scaled = logits / sampling.temperature
-    return torch.log_softmax(truncated(scaled, sampling.truncation), dim=-1)
+        evaluates = np.array([row.evaluates for row in self._rows])
+        return next_logprobs(output.logits[:, -1], self._settings, evaluates)

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from inspect import signature
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -15,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from streamrl.executor.pretrained import load_pretrained
 from streamrl.executor.roles import Manifest
 from streamrl.executor.rollout.inference_engine import Copy, ReplicaSettings
+from streamrl.executor.sampling import Sampling, truncated
 from streamrl.executor.transfer.shared_memory import read_buckets
 
 ATTENTION = "sdpa"
@@ -99,6 +103,43 @@ def end_tokens(model: PreTrainedModel, others: Iterable[int] = ()) -> frozenset[
         if tokens is not None:
             return frozenset([tokens] if isinstance(tokens, int) else tokens).union(others)
     return frozenset(others)
+
+
+def cache_name(model: Any) -> str:
+    """Return the name of a model's KV cache argument, which changed in transformers 5.24."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
+def next_logprobs(
+    logits: torch.Tensor, settings: ReplicaSettings, evaluates: npt.NDArray[np.bool_]
+) -> torch.Tensor:
+    """Compute the log-probabilities of the next token, (rows, vocabulary) float32, from logits.
+
+    `evaluates`, (rows,), says which rows have the sampling of evaluations.
+    """
+    whole = logits.float()
+    logprobs = _logprobs(whole, settings.sampling(evaluates=False))
+    if settings.evaluation is not None and evaluates.any():
+        own = torch.from_numpy(evaluates).to(logits.device)
+        logprobs[own] = _logprobs(whole[own], settings.sampling(evaluates=True))
+    return logprobs
+
+
+def draw(logprobs: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Sample one token for each row, (rows, 1), from its log-probabilities, (rows, vocabulary).
+
+    Each row needs one random number. `torch.multinomial` draws one for each token of the vocabulary.
+    """
+    mass = logprobs.double().exp().cumsum(-1)
+    drawn = torch.rand(len(mass), 1, dtype=mass.dtype, device=mass.device, generator=random)
+    # A token without probability is never the first one whose mass exceeds the drawn one.
+    found = torch.searchsorted(mass, drawn * mass[:, -1:], right=True)
+    return found.clamp_(max=mass.shape[-1] - 1)  # beyond it only if the mass is not a number
+
+
+def _logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    scaled = logits if sampling.temperature == 1.0 else logits / sampling.temperature
+    return torch.log_softmax(truncated(scaled, sampling.truncation), dim=-1)
 
 
 @cache

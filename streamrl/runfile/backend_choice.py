@@ -106,7 +106,7 @@ class EngineChoice:
 
 
 class Transformers(EngineChoice):
-    """Continuous batching with the paged cache of transformers."""
+    """Continuous batching of a transformers model."""
 
     engine = "streamrl.executor.rollout.transformers_engine:TransformersEngine"
     admits = "reserves the longest output of max_running rollouts"

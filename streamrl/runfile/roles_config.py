@@ -304,7 +304,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     memory_utilization: float = 0.9
     """Share of GPU memory for weights, KV cache and, except with SGLang, the workspace of a pass."""
     backend: RolloutBackend = "transformers"
-    """Inference engine. transformers: its continuous batching. vllm. sglang: a server that each
+    """Inference engine. transformers: continuous batching of its model. vllm. sglang: a server that each
     replica starts. external: the servers of `rollout.external`. static: one batch to its end, then
     the next; a reference that is executed but not simulated.
     """

@@ -1,0 +1,226 @@
+"""The sequences that a model generates at a time, each in its own row of the KV cache.
+
+Decoding sequences have the first rows, without gaps: when one ends, the last one moves into its row. A pass computes
+the next token of each, and then prefixes of new sequences: at most `PREFILL_TOKENS` tokens, in order of arrival. So at
+most one sequence has part of its prefix in the cache, in the row after the last decoding one.
+
+Figures of a row are numpy arrays on the host, and a pass changes those of all rows at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamrl.executor.rollout.inference_engine import (
+    PREFILL_TOKENS,
+    ReplicaSettings,
+    RunningSequence,
+)
+from streamrl.executor.rollout.row_attention import PASS, Prefix, RowCache, RowPass
+from streamrl.executor.rollout.stopwatch import PassContent, PassLog
+from streamrl.executor.rollout.torch_model import cache_name, draw, next_logprobs
+from streamrl.executor.sampling import IsOver
+
+
+@dataclass(eq=False)
+class RowSequence:
+    """One sequence that is generated."""
+
+    run: str
+    prefix: Sequence[int]
+    max_new_tokens: int
+    is_over: IsOver | None = None
+    """Whether its output ends with the last token; None: only end tokens and its length end it."""
+    evaluates: bool = False
+    """Whether it has the sampling of evaluations."""
+    prefill_at: float | None = None
+    num_computed: int = 0
+    """Number of prefix tokens in the cache."""
+
+
+class RowBatch:
+    """A model, its cache, and the sequences that it generates."""
+
+    def __init__(self, model: Any, settings: ReplicaSettings, end_tokens: Iterable[int]) -> None:
+        rows, tokens = settings.max_running, settings.max_tokens
+        self._model = model
+        self._settings = settings
+        self._cache_name = cache_name(model)
+        self._ends = np.fromiter(end_tokens, np.int64)
+        self._random = torch.Generator(settings.device).manual_seed(settings.seed)
+        self._cache = RowCache(rows, settings.max_length)
+        self._decoding: list[RowSequence] = []
+        """By row."""
+        self._filling: deque[RowSequence] = deque()
+        """Sequences whose prefix is not complete; the first one may be in the row after those that decode."""
+        self._lengths = np.zeros(rows, np.int64)
+        """Number of cached tokens of each decoding row."""
+        self._counts = np.zeros(rows, np.int64)
+        """Number of output tokens of each decoding row."""
+        self._limits = np.zeros(rows, np.int64)
+        self._evaluates = np.zeros(rows, bool)
+        self._tokens = np.zeros((rows, tokens), np.int64)
+        self._logprobs = np.zeros((rows, tokens), np.float32)
+        self._times: deque[float] = deque(maxlen=tokens)
+        """When the tokens of the last passes were known; a decoding row has one from each pass."""
+
+    def __len__(self) -> int:
+        """Return the number of unfinished sequences."""
+        return len(self._decoding) + len(self._filling)
+
+    def add(self, sequence: RowSequence) -> None:
+        """Compute the prefix of a sequence in one of the next passes."""
+        self._filling.append(sequence)
+
+    def allocate(self) -> None:
+        """Allocate the cache, which takes a pass."""
+        self.add(RowSequence("", [0], 1))
+        self.compute_pass()
+        self._times.clear()
+
+    def read(self, run: str) -> RunningSequence:
+        """Return the output of a run so far."""
+        for row, sequence in enumerate(self._decoding):
+            if sequence.run == run:
+                return self._output(row)
+        (begun_at,) = (each.prefill_at for each in self._filling if each.run == run)
+        return RunningSequence([], [], begun_at, [])
+
+    def cancel(self, run: str) -> None:
+        """Drop a run, if it is here."""
+        self._filling = deque(s for s in self._filling if s.run != run)
+        self._drop([row for row, sequence in enumerate(self._decoding) if sequence.run == run])
+
+    @torch.no_grad()
+    def compute_pass(self, passes: PassLog | None = None) -> list[tuple[str, RunningSequence]]:
+        """Compute one pass, and sample a token for each sequence whose prefix is complete; return those that ended."""
+        began_at = time.perf_counter()
+        count = len(self._decoding)
+        prefixes = list(self._next_prefixes(count, began_at))
+        plan = RowPass.plan(self._cache, self._lengths[:count], prefixes, self._random.device)
+        if passes is not None:
+            content = PassContent(
+                (self._lengths[:count] + 1).tolist(), [each.length for each in prefixes]
+            )
+            passes.begin(lambda: content)
+        given = [self._tokens[np.arange(count), self._counts[:count] - 1]]
+        given += [
+            np.array(sequence.prefix[each.start : each.start + each.length])
+            for sequence, each in zip(self._filling, prefixes, strict=False)
+        ]
+        logits = self._forward(plan, np.concatenate(given))
+        self._lengths[:count] += 1
+        self._begin_decoding(prefixes)
+        if not self._decoding:
+            return []
+        self._sample(logits)
+        self._times.append(time.perf_counter())
+        return self._take_ended()
+
+    def _next_prefixes(self, row: int, now: float) -> Iterator[Prefix]:
+        """Yield the parts of prefixes of the next pass, in rows from `row` on."""
+        left = PREFILL_TOKENS
+        for number, sequence in enumerate(self._filling):
+            if not left or row + number == self._settings.max_running:
+                return
+            if sequence.prefill_at is None:
+                sequence.prefill_at = now
+            start = sequence.num_computed
+            length = min(left, len(sequence.prefix) - start)
+            left -= length
+            yield Prefix(row + number, start, length)
+
+    def _forward(self, plan: RowPass, tokens: Any) -> torch.Tensor:
+        """Return the logits after each decoding row and each part of a prefix, (rows, vocabulary)."""
+        device = self._random.device
+        ends = np.cumsum([plan.num_decoding, *(each.length for each in plan.prefixes)]) - 1
+        last = np.concatenate([np.arange(plan.num_decoding), ends[1:]])
+        keep: Any = 0 if len(last) == len(tokens) else torch.from_numpy(last).to(device)
+        self._cache.plan = plan
+        try:
+            output = self._model(
+                input_ids=torch.from_numpy(tokens)[None].to(device),
+                position_ids=plan.positions[None],
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self._cache_name: self._cache, PASS: plan},
+            )
+        finally:
+            self._cache.plan = None
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _begin_decoding(self, prefixes: list[Prefix]) -> None:
+        """Let sequences decode whose prefix a pass has completed; the logits of an incomplete one are not used."""
+        for each in prefixes:
+            sequence = self._filling[0]
+            sequence.num_computed += each.length
+            if sequence.num_computed < len(sequence.prefix):
+                return
+            self._filling.popleft()
+            self._decoding.append(sequence)
+            self._lengths[each.row] = sequence.num_computed
+            self._counts[each.row] = 0
+            self._limits[each.row] = sequence.max_new_tokens
+            self._evaluates[each.row] = sequence.evaluates
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        """Sample the next token of each decoding row from its logits."""
+        count = len(self._decoding)
+        logprobs = next_logprobs(logits[:count], self._settings, self._evaluates[:count])
+        sampled = draw(logprobs, self._random)
+        chosen = logprobs.gather(1, sampled)[:, 0].cpu().numpy()
+        if not np.isfinite(chosen).all():
+            raise FloatingPointError("the model's logits are not finite")
+        rows = np.arange(count)
+        self._tokens[rows, self._counts[:count]] = sampled[:, 0].cpu().numpy()
+        self._logprobs[rows, self._counts[:count]] = chosen
+        self._counts[:count] += 1
+
+    def _take_ended(self) -> list[tuple[str, RunningSequence]]:
+        """Remove the sequences that their last token ended, and return their outputs."""
+        count = len(self._decoding)
+        last = self._tokens[np.arange(count), self._counts[:count] - 1]
+        has_ended = np.isin(last, self._ends) | (self._counts[:count] >= self._limits[:count])
+        for row, sequence in enumerate(self._decoding):
+            if sequence.is_over is not None and not has_ended[row]:
+                has_ended[row] = sequence.is_over(self._tokens[row, : self._counts[row]].tolist())
+        rows = np.flatnonzero(has_ended).tolist()
+        ended = [(self._decoding[row].run, self._output(row)) for row in rows]
+        self._drop(rows)
+        return ended
+
+    def _output(self, row: int) -> RunningSequence:
+        count = int(self._counts[row])
+        times = list(self._times)[len(self._times) - count :]
+        return RunningSequence(
+            self._tokens[row, :count].tolist(),
+            self._logprobs[row, :count].tolist(),
+            self._decoding[row].prefill_at,
+            times,
+        )
+
+    def _drop(self, rows: list[int]) -> None:
+        """Remove decoding rows, given in order, and close the gaps."""
+        before = len(self._decoding)
+        for row in reversed(rows):
+            last = len(self._decoding) - 1
+            sequence = self._decoding.pop()
+            if row < last:
+                self._decoding[row] = sequence
+                self._cache.move_row(last, row, int(self._lengths[last]))
+                for figures in (self._lengths, self._counts, self._limits, self._evaluates):
+                    figures[row] = figures[last]
+                made = self._counts[row]
+                self._tokens[row, :made] = self._tokens[last, :made]
+                self._logprobs[row, :made] = self._logprobs[last, :made]
+        computed = self._filling[0].num_computed if self._filling else 0
+        if computed and rows:
+            self._cache.move_row(before, len(self._decoding), computed)
