@@ -131,8 +131,12 @@ class LiveRollouts:
 
 
 COLLECTED_STEPS = 50
-"""Steps between two garbage collections of reference cycles; often enough to keep memory flat."""
-YOUNGEST = 0  # generation: objects made since the last collection
+"""Steps between two garbage collections of the youngest objects: those made since the last collection."""
+ALL_COLLECTED_STEPS = 500
+"""Steps between two garbage collections of all objects. A replica or trainer that is lost, and a dropped group, may have
+outlived a collection, and then only this one frees them. It takes some 10 ms."""
+YOUNGEST, ALL = 0, 2
+"""Generations of `gc.collect`."""
 
 
 @contextmanager
@@ -268,7 +272,7 @@ class SimWorld(World[Trace]):
             if self.steps.num_made != num_made:
                 num_made = self.steps.num_made
                 if not num_made % COLLECTED_STEPS:
-                    gc.collect(YOUNGEST)
+                    gc.collect(YOUNGEST if num_made % ALL_COLLECTED_STEPS else ALL)
                 yield
 
     def _end_step(self, event: Stepped) -> Stepped:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import msgspec
@@ -25,8 +27,14 @@ from streamrl.record.timeline import Span, TimelineReader, read_timeline
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from streamrl.runfile.gpu_pools import sides_of
-from streamrl.sim.steady_state import measure_steady, open_world, simulate_speed, simulate_steady
-from streamrl.sim.trace import SpeedTrace
+from streamrl.sim.steady_state import (
+    Enough,
+    measure_steady,
+    open_world,
+    simulate_speed,
+    simulate_steady,
+)
+from streamrl.sim.trace import MeasuredTrace, SpeedTrace
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import FaultyWorld, failures, runs, runs_of_several
@@ -241,6 +249,38 @@ def test_the_command_takes_a_few_numbers_a_step() -> None:
         assert streamrl("simulate", EXAMPLE, *changes, "--json").returncode == 0
 
     assert _bytes_a_step(simulate_steps) < MOST_BYTES
+
+
+def test_nothing_is_kept_of_replicas_that_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.sim.trace.BLOCK", 64)
+    often = {"failures.per_gpu_day": 20_000.0, "failures.trainers": False}
+    changes = {**STEPS, **FAILING, **often, "simulate.max_steps": 300}
+    world = open_world(small_run(changes), trace_type=MeasuredTrace)
+    sizes: dict[int, list[int]] = {}
+
+    def watch(version: int) -> None:
+        if world.steps.num_made in (100, 200, 300):
+            for number, size in _sizes(world).items():
+                sizes.setdefault(number, []).append(size)
+
+    world.run(watch, Enough(world).is_there)
+    assert world.steps.num_failures > 120
+    twice = [each for each in sizes.values() if len(each) == 3]
+    assert not [each for each in twice if each[0] + 40 < each[1] < each[2] - 40]
+
+
+def _sizes(start: object) -> dict[int, int]:
+    """Return the sizes of all dictionaries, lists and sets that an object refers to, by `id`; figures by step are arrays."""
+    seen, todo, sizes = {id(start)}, [start], dict[int, int]()
+    while todo:
+        each = todo.pop()
+        if isinstance(each, dict | list | set):
+            sizes[id(each)] = len(each)
+        for other in gc.get_referents(each):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType):
+                seen.add(id(other))
+                todo.append(other)
+    return sizes
 
 
 def _bytes_a_step(work: Callable[[int], None]) -> float:

@@ -77,6 +77,10 @@ class AttemptReader(MessageReader):
         """Return the instants of the commands of all running attempts."""
         return [sent_at for _, sent_at, _ in self._sent.values()]
 
+    def replicas(self) -> set[int]:
+        """Return the replicas of all running attempts."""
+        return {command.replica for command, _, _ in self._sent.values()}
+
     def take(self) -> Attempts:
         """Return the attempts that ended since the last call."""
         width = len(Attempts._fields)

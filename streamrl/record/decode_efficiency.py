@@ -103,9 +103,10 @@ class DecodingReader:
             decoding, last = _stretches(stays, since, timeline.end if until is None else until)
             if len(decoding.start):
                 taken[replica] = decoding
-            self._since[replica] = last
-            self._stays[replica] = stays[stays[:, 1] > last]
-            if not len(self._stays[replica]):
+            if len(later := stays[stays[:, 1] > last]):
+                self._since[replica], self._stays[replica] = last, later
+            else:
+                self._since.pop(replica, None)
                 del self._stays[replica]
         return taken
 
@@ -378,8 +379,11 @@ class PartsReader:
             decoding, self._kept = _joined(self._kept), []
             self._rates = observed_rates(decoding, self._full.rollouts, self._kinds)
         self._enter(decoding)
-        for replica, paused in self._paused.items():
-            self._paused[replica] = paused[paused[:, 1] > self._decoding.began_at(replica)]
+        later = {
+            replica: paused[paused[:, 1] > self._decoding.began_at(replica)]
+            for replica, paused in self._paused.items()
+        }
+        self._paused = {replica: paused for replica, paused in later.items() if len(paused)}
 
     def finish(self, timeline: Timeline) -> None:
         """Add up the last part of the run."""
@@ -429,7 +433,7 @@ class PartsReader:
         if decoding or self._rates is None:
             self._source = source
         for replica, lost in replicas.items():
-            self._enter_lost(self._kinds.get(replica, 0), lost, self._paused[replica])
+            self._enter_lost(self._kinds.get(replica, 0), lost, self._paused.get(replica, NO_ROWS))
 
     def _enter_lost(self, kind: int, lost: Lost, paused: Floats) -> None:
         pieces = self._sums.cut(lost.start, lost.end)

@@ -491,7 +491,7 @@ def measure_pace(
     )
     lasted = ended - began - sum(steps.held[first:last])
     step_times = leader.step_times()
-    if steps.evaluation_times:
+    if steps.held:
         step_times = [time - held for time, held in zip(step_times, steps.held, strict=True)]
     unfinished = describe_unfinished(trace.run.algorithm.steps, steps.version, reader.stopped_for)
     speed = Speed(

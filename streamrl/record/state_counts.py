@@ -181,7 +181,7 @@ class _RunChanges(_Source):
         """Replicas that have GPUs of the primary trainer."""
         self._wanted = replicas
         self._kinds: dict[int, int] = {}
-        """By replica: its kind."""
+        """By replica that has not stopped: its kind."""
         self._prompts = _LastPrompts(None if is_endless else steps)
 
     def handlers(self) -> Iterator[Handlers]:
@@ -219,10 +219,11 @@ class _RunChanges(_Source):
         self.changes.append(CountChange(time, "lost", 1))
 
     def _stop(self, replica: int, time: float) -> None:
-        if self._kinds[replica] == self._lent_kind:
+        kind = self._kinds.pop(replica)
+        if kind == self._lent_kind:
             self._end_lending(replica, time)
             return
-        self.changes.append(CountChange(time, "replicas", -1, kind=self._kinds[replica]))
+        self.changes.append(CountChange(time, "replicas", -1, kind=kind))
 
     def _lend(self, command: Lend, time: float) -> None:
         self._lent[command.replica] = None
@@ -359,6 +360,7 @@ class _EvaluationChanges(_Source):
         replica = self._replicas.pop(rollout)
         self._num_on[replica] -= 1
         if not self._num_on[replica]:
+            del self._num_on[replica]
             self._occupy(replica, -1, time)
 
     def _fail(self, event: Failed, time: float) -> None:

@@ -372,7 +372,7 @@ class LeaderSteps:
         self.num_failures = 0
         """Number of lost replicas and trainers."""
         self.held = array("d")
-        """Seconds of evaluations between each step and the one before, for which training waited."""
+        """Seconds of evaluations between each step and the one before, for which training waited; empty if it never waits."""
         self.evaluation_times: list[float] = []
         """Seconds of each evaluation that has ended."""
         self._held_since_step = 0.0
@@ -426,7 +426,7 @@ class LeaderSteps:
     def durations(self) -> Floats:
         """Return the seconds of each step since the end of the step before it."""
         lasted = np.diff(np.array(self.ended_at), prepend=0.0)
-        return lasted - np.array(self.held) if self.evaluation_times else lasted
+        return lasted - np.array(self.held) if self._waits else lasted
 
     @property
     def evaluation_time(self) -> float:
@@ -444,8 +444,9 @@ class LeaderSteps:
         self.num_made += 1
         self.num_generated.append(self._generated - self._generated_before)
         self._generated_before = self._generated
-        self.held.append(self._held_since_step)
-        self._held_since_step = 0.0
+        if self._waits:
+            self.held.append(self._held_since_step)
+            self._held_since_step = 0.0
 
 
 LEAST_FAILURES = 10

@@ -260,6 +260,8 @@ class TimelineReader(MessageReader):
         starts, loads = (_take_each(spans, since, until) for spans in (self._starts, self._loads))
         ended = self._attempts.take()
         self._add_attempts(ended)
+        running = self._attempts.replicas()
+        self._lost = {replica: at for replica, at in self._lost.items() if replica in running}
         attempts, prefills, recomputed = (
             _take_rows(rows, since, until)
             for rows in (self._generating, self._prefills, self._recomputed)
