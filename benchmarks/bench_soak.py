@@ -13,6 +13,10 @@ life of each process. There are two figures per role, each as a share of its mea
   worker that is forked from a growing prefork server starts with more memory than the one before it.
 
 Both parts must end with a balanced ledger, and must leave no file in shared memory.
+
+The simulated part runs twice. `soak.engine` has the engine and the simulator without results; its growth must stay
+within the same bound. `soak.simulated` is `streamrl simulate`, whose results have some figures for each step, so it
+must stay within a number of bytes a step.
 """
 
 from __future__ import annotations
@@ -36,14 +40,22 @@ from typing import Any, NamedTuple
 from benchmarks.fault_model import make_model
 from benchmarks.fault_results import EXECUTED, KINDS
 from benchmarks.processes import WORKERS, processes_of
+from streamrl.engine.invariants import check
 from streamrl.executor.directory_lock import is_abandoned
 from streamrl.executor.transfer.shared_directory import PREFIX
 from streamrl.record.run_directory import read_metrics
+from streamrl.runfile.config import Run
+from streamrl.runfile.files import load_run
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.steady_state import open_world
+from streamrl.sim.trace import StepTrace
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 MOST_GROWTH = 0.02
 """Largest accepted growth of a role's memory after the first tenth, as a share."""
+MOST_A_STEP = 500.0
+"""Largest accepted bytes of the results of a simulated step: some 40 figures of 8 bytes, and room to append more."""
 SETUPS = [
     name for name in EXECUTED if name.startswith("stream-async") and not name.endswith("on Ray")
 ]
@@ -61,6 +73,7 @@ FEWEST = 5
 """Samples of a process, or processes of a role, from which a slope is computed."""
 SLOW = {"link-slows": 'factor = 20.0\nduration = "2 s"', "verifier-stalls": 'duration = "2 s"'}
 COMMAND = (sys.executable, "-c", "from streamrl.cli import main; main()")
+ALONE = (sys.executable, "-m", "benchmarks.bench_soak", "--engine-alone")
 
 
 class Process(NamedTuple):
@@ -89,6 +102,12 @@ def main() -> None:
         help="number of steps of each executed run; by default as many as fit into --minutes on an idle machine",
     )
     parser.add_argument(
+        "--engine-alone",
+        nargs=argparse.REMAINDER,
+        metavar="WORD",
+        help="simulate with the words of a `simulate` command, and keep no results",
+    )
+    parser.add_argument(
         "--setups",
         nargs="*",
         default=SETUPS,
@@ -96,11 +115,19 @@ def main() -> None:
         help="executed runs; those whose packages are not installed are left out",
     )
     arguments = parser.parse_args()
+    if arguments.engine_alone:
+        simulate_alone(arguments.engine_alone)
+        return
     before = _shared_memory()
     is_sound = True
     with tempfile.TemporaryDirectory(prefix="bench-soak-") as name:
         if arguments.steps:
-            is_sound &= _soak("simulated", simulate(arguments.steps), Path(name))
+            command = simulate(arguments.steps)
+            is_sound &= _soak("engine", [*ALONE, *command], Path(name), arguments.steps)
+            simulation = [*COMMAND, *command]
+            is_sound &= _soak(
+                "simulated", simulation, Path(name), arguments.steps, keeps_results=True
+            )
         for number, setup in enumerate(arguments.setups if arguments.minutes else ()):
             needs = EXECUTED[setup].needs
             if needs is not None and find_spec(needs) is None:
@@ -112,7 +139,7 @@ def main() -> None:
             command = execute(
                 arguments.minutes, directory, EXECUTED[setup].settings, arguments.executed_steps
             )
-            is_sound &= _soak(f"executed.{setup}", command, directory)
+            is_sound &= _soak(f"executed.{setup}", [*COMMAND, *command], directory)
     left = sorted(_shared_memory() - before)
     print(json.dumps({"name": "soak.shared_memory", "value": len(left), "unit": "files left"}))
     sys.exit(0 if is_sound and not left else 1)
@@ -130,6 +157,24 @@ def simulate(steps: int) -> list[str]:
         "policies.max_attempts": 10**6,
     }
     return ["simulate", str(HERE / "faults.toml"), *_settings(changes)]
+
+
+def simulate_alone(command: Sequence[str]) -> None:
+    """Simulate the run of a `simulate` command without its trace and results; raise `AssertionError` if the engine is wrong."""
+    _, run_file, *settings = command
+    run = load_run(Path(run_file), [word for word in settings if word != "--set"])
+    world = open_world(run, trace_type=StepsOnly)
+    world.run(is_enough=lambda: world.steps.num_made >= run.simulate.max_steps)
+    check(world.engine.state)
+    print(f"ledger: the invariants of the engine hold after {world.steps.num_made} steps")
+
+
+class StepsOnly(StepTrace):
+    """A trace that keeps when steps ended, and nothing else."""
+
+    def __init__(self, run: Run, costs: Costs, *, is_endless: bool) -> None:
+        """See `StepTrace`."""
+        super().__init__(run, costs, is_endless=is_endless, keeps_entries=False)
 
 
 def execute(
@@ -174,11 +219,26 @@ def _settings(changes: dict[str, Any]) -> list[str]:
     return [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
 
 
-def _soak(what: str, command: list[str], directory: Path) -> bool:
-    """Run a command and print its growth; return whether it ended correctly and did not grow."""
+def _soak(
+    what: str,
+    command: Sequence[str],
+    directory: Path,
+    num_simulated: int = 0,
+    *,
+    keeps_results: bool = False,
+) -> bool:
+    """Run a command and print its growth; return whether it ended correctly and did not grow.
+
+    Args:
+        what: name of the figure.
+        command: the command line.
+        directory: where its output is written.
+        num_simulated: steps of a simulation; 0 for an executed run.
+        keeps_results: whether it keeps figures of each step until its end.
+    """
     log = directory / f"{what}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen([*COMMAND, *command], stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdout=output, stderr=output)
         lives, seconds = _watch(process, log)
     text = log.read_text()
     ledger_line = re.search(r"ledger: .*", text.replace("\n", " "))
@@ -191,14 +251,19 @@ def _soak(what: str, command: list[str], directory: Path) -> bool:
         "by_role": growth,
         "processes": dict(sorted(Counter(each.role for each in lives).items())),
         "seconds": round(seconds, 1),
-        "steps": len(re.findall(r"^step \d", text, re.MULTILINE)),
+        "steps": num_simulated or len(re.findall(r"^step \d", text, re.MULTILINE)),
         "status": process.returncode,
         "ledger": ledger_line[0][:200] if ledger_line is not None else None,
     }
+    does_grow = found["value"] > MOST_GROWTH
+    if keeps_results:
+        size = mean(size for curve in lives.values() for _, size in curve)
+        found["bytes_a_step"] = round(found["value"] * size / (0.9 * num_simulated))
+        does_grow = found["bytes_a_step"] > MOST_A_STEP
     print(json.dumps(found), flush=True)
     if process.returncode:
         print(text[-2000:], file=sys.stderr)
-    return not process.returncode and is_balanced and found["value"] <= MOST_GROWTH
+    return not process.returncode and is_balanced and not does_grow
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path) -> tuple[Lives, float]:
