@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -14,18 +18,59 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """Inputs for each test; few, and always the same ones, where the variable is not set."""
 FEW = 60
 
+MOST_SECONDS = 10.0
+"""CPU seconds in which an input must be read or refused. Time in which other processes run does not count."""
+MOST_MEMORY = 2 << 30
+"""Bytes that a process may have had in memory after any input."""
+
 T = TypeVar("T", bound=Callable[..., None])
 
 
 def fuzzed(share: float = 1.0) -> Callable[[T], T]:
     """Return what gives a test its inputs, a share of the usual number where each takes long."""
-    return settings(
+    decorate = settings(
         max_examples=max(1, round(share * (EXAMPLES or FEW))),
         derandomize=not EXAMPLES,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+    def limited(test: T) -> T:
+        test.hypothesis.inner_test = _within_limits(test.hypothesis.inner_test)  # type: ignore[attr-defined]  # of `given`
+        return decorate(test)
+
+    return limited
+
+
+def _within_limits(test: Callable[..., None]) -> Callable[..., None]:
+    """Return a test that fails if one input takes too long or too much memory."""
+
+    @wraps(test)
+    def run(*values: Any, **named: Any) -> None:
+        with _timer():
+            test(*values, **named)
+        for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+            peak = resource.getrusage(whose).ru_maxrss << 10
+            assert peak <= MOST_MEMORY, f"{peak} bytes of memory"
+
+    return run
+
+
+@contextmanager
+def _timer() -> Iterator[None]:
+    """Fail after `MOST_SECONDS`."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError(f"not done after {MOST_SECONDS} CPU seconds")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 TEXTS = st.one_of(

@@ -50,7 +50,8 @@ from tests.scripted import ScriptedTokenizer
 from tests.test_execute import real_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-RUN_FILES = sorted(EXAMPLES.glob("*.toml"))
+BENCHMARKS = EXAMPLES.parent / "benchmarks"
+RUN_FILES = sorted([*EXAMPLES.glob("*.toml"), *BENCHMARKS.glob("*.toml")])
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 NUMBER = count()
 

@@ -14,7 +14,12 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.executor.environment.http_environments import read_answer
+from streamrl.executor.environment.mcp_client import read_message
+from streamrl.executor.environment.tool_calls import FORMATS, find_tool_calls
+from streamrl.executor.token_files import KeptTokens, read_records, write_record
 from streamrl.hardware.calibration_file import named_calibration
+from streamrl.logs.agent_logs import assumed_tokens, read_agent_log, write_episodes
 from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.recorded_rollouts import read_rollouts
 from streamrl.ranker.text_ranker import read_ranker
@@ -23,14 +28,19 @@ from streamrl.report.study_report import read_study
 from streamrl.runfile.list_prices import PRICES, read_sheets
 from streamrl.runfile.result_files import check_results, write_results
 from streamrl.sim.planner.plan import read_plan, write_plan
+from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
 from streamrl.workload.workload import SimulatedWorkload
 from tests import made_logs
 from tests.fuzzing import EXAMPLES, altered, fuzzed, mangled
 from tests.report_directories import STUDY, write_study
 from tests.runs import small_run
+from tests.test_agent_logs import EVENTS, MESSAGES, STEPS, TIMED
 from tests.test_calibration_file import FACTORS
 from tests.test_fuzz import as_json, as_table, fresh, refusing
+from tests.test_kept_tokens import record
 from tests.test_plan import few, planned
+from tests.test_sweep import ROW
+from tests.test_tools import CALLS, SCHEMAS
 
 LOGS = sorted(
     text for name, text in vars(made_logs).items() if name.isupper() and isinstance(text, str)
@@ -76,6 +86,34 @@ def test_recorded_rollouts_are_imported_or_refused(
     refusing(lambda: read_rollouts(str(path)))
 
 
+AGENT_LOGS = [
+    MESSAGES,
+    {"trajectory_format": "mini-swe-agent-1.1", "messages": TIMED},
+    {"trajectory": STEPS},
+    [{"task_id": 3, "traj": MESSAGES}],
+    EVENTS,
+]
+
+
+@fuzzed(SHARE)
+@given(
+    st.sampled_from(AGENT_LOGS).flatmap(
+        lambda log: altered(log).map(as_json) | mangled(as_json(log))
+    )
+)
+def test_agent_logs_are_imported_or_refused(place: Path, data: bytes) -> None:
+    path = fresh(place) / "log.json"
+    path.write_bytes(data)
+
+    def check() -> None:
+        log = read_agent_log(str(path), assumed_tokens(2))
+        episodes = path.with_name("episodes.csv")
+        episodes.write_text(write_episodes(log, "log", "assumed"), encoding="utf-8")
+        refusing(lambda: SimulatedWorkload(small_run(episodes_in(episodes))).draw(0, 3))
+
+    refusing(check)
+
+
 EPISODES = b"prompt_id,episode,turn,output_tokens,observation_tokens,action_time\na,0,0,5,7,1.5\na,0,1,9,0,0\n"
 
 
@@ -94,6 +132,22 @@ def episodes_in(path: Path) -> dict[str, Any]:
         "workload.lengths.source": str(path),
         "environment": {"max_turns": 4, "max_context": 4096},
     }
+
+
+EPISODE = {
+    "rollout": 1,
+    "prompt_tokens": 3,
+    "start_time": 0.5,
+    "turns": [{"tokens": 5, "observation_tokens": 7, "action_time": 1.5}, {"tokens": 9}],
+}
+
+
+@fuzzed(SHARE)
+@given(altered(EPISODE).map(as_json) | mangled(as_json(EPISODE)))
+def test_episodes_of_a_run_are_read_or_refused(place: Path, data: bytes) -> None:
+    path = fresh(place) / "rollouts.jsonl"
+    path.write_bytes(data + b"\n")
+    refusing(lambda: SimulatedWorkload(small_run(episodes_in(path))).draw(0, 3))
 
 
 @pytest.mark.skipif(
@@ -151,3 +205,43 @@ def test_prices_and_calibrations_are_read_or_refused(place: Path, data: st.DataO
         refusing(lambda: read_sheets(path))
     else:
         refusing(lambda: named_calibration(str(path), small_run().model))
+
+
+DEEP = "[" * 3000
+TURNS = [*CALLS.values(), f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>']
+
+
+@fuzzed(SHARE)
+@given(
+    st.sampled_from(TURNS).flatmap(lambda text: mangled(text.encode())), st.sampled_from([*FORMATS])
+)
+def test_a_turn_has_tool_calls_or_is_refused(data: bytes, name: str) -> None:
+    text = data.decode(errors="replace")
+    refusing(lambda: json.dumps(find_tool_calls(text, name, SCHEMAS), ensure_ascii=False).encode())
+    read_answer(text)
+    answer = read_message(data)
+    assert answer is None or isinstance(answer, dict)
+
+
+@fuzzed(SHARE)
+@given(
+    altered(["run", "inputs", msgspec.to_builtins(ROW)]).map(as_json)
+    | mangled(as_json(["run", "inputs", msgspec.to_builtins(ROW)]))
+)
+def test_finished_jobs_of_a_study_are_read_or_refused(place: Path, data: bytes) -> None:
+    path = fresh(place) / FINISHED
+    path.write_bytes(b'["a", "b", "does not finish"]\n' + data + b"\n")
+    refusing(lambda: FinishedJobs(path))
+
+
+@fuzzed(SHARE)
+@given(st.data())
+def test_saved_tokens_are_taken_over_or_left_out(place: Path, data: st.DataObject) -> None:
+    directory, made = fresh(place), record(0, [5, 6, 7])
+    path = directory / "7.0"
+    write_record(made, str(path))
+    path.write_bytes(data.draw(mangled(path.read_bytes())))
+    for each in read_records(str(path)):
+        assert each.head == made.head
+    kept = KeptTokens(directory, 4, 10, is_open=lambda _: True)
+    assert kept.num_tokens in (0, 3)

@@ -91,11 +91,27 @@ def test_several_calls_are_read_in_order() -> None:
         ("llama", '{"name": "add", "parameters": {', "not valid JSON"),
         ("mistral", "[TOOL_CALLS]{}", "must be a JSON list"),
         ("xml", "<tool_call>add</tool_call>", "<function=NAME>"),
+        ("hermes", f"<tool_call>{'[' * 9999}</tool_call>", "nested too deeply"),
+        ("mistral", f"[TOOL_CALLS]{'[' * 9999}", "nested too deeply"),
+        ("llama", f'{{"name": "add", "parameters": {"[" * 9999}', "not valid JSON"),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(name: str, text: str, why: str) -> None:
     with pytest.raises(ToolCallError, match=why):
         find_tool_calls(text, name, SCHEMAS)
+
+
+def test_parts_of_calls_without_an_end_are_found_in_little_time() -> None:
+    many, began = 20_000, time.process_time()
+    for text in (
+        f"<tool_call>{'<function=add>' * many}</tool_call>",
+        f"<tool_call></function>{'<function=add>' * many}</tool_call>",
+    ):
+        with pytest.raises(ToolCallError):
+            find_tool_calls(text, "xml", SCHEMAS)
+    text = f"<tool_call><function=add>{'<parameter=a>' * many}</function></tool_call>"
+    assert find_tool_calls(text, "xml", SCHEMAS) == [("add", {})]
+    assert time.process_time() - began < 1.0
 
 
 def test_the_format_is_that_of_the_chat_template() -> None:

@@ -18,10 +18,12 @@ from typing import Any
 
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.environment.tools import shown
-from streamrl.runfile.reading import read_json
+from streamrl.runfile.reading import parse_json, read_json
 
 REQUEST_TIME = 300.0
 """Seconds for an answer of a server; `environment.action_time_limit` may be shorter."""
+MOST_BYTES = 1 << 24
+"""Bytes of an answer."""
 
 Json = dict[str, Any]
 
@@ -42,11 +44,18 @@ class HttpClient:
             {"Content-Type": "application/json"},
         )
         with self._opener.open(request, timeout=REQUEST_TIME) as response:
-            text = response.read().decode()
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
+            data = response.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"{self._endpoint} answers with more than {MOST_BYTES >> 20} MiB")
+        return read_answer(data.decode())
+
+
+def read_answer(text: str) -> Any:
+    """Return the decoded answer of a server; the text itself if it is no JSON."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 class OpenEnv:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
+from streamrl.runfile.reading import parse_json
+
 PROTOCOL = "2025-06-18"
 REQUEST_TIME = 60.0
 """Seconds for an answer of a server; an action's own limit may be shorter. A process may take longer for a call."""
@@ -126,11 +128,8 @@ class StdioChannel:
         raise McpError(f"the MCP server {self._command!r} ended with status {status}")
 
     def _parsed(self, line: bytes) -> Message:
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
+        found = read_message(line)
+        if found is None:
             text = line.decode(errors="replace")[:SHOWN]
             raise McpError(
                 f"the MCP server {self._command!r} printed {text!r}, which is no JSON-RPC message; "
@@ -242,13 +241,19 @@ class HttpChannel:
             yield piece
 
 
+def read_message(text: bytes) -> Message | None:
+    """Return a message of a server; None if the text is none."""
+    try:
+        found = parse_json(text.decode())
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _decoded(text: bytes) -> Message:
     """Return a message of a server; raise `McpError` if it is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    found = read_message(text)
+    if found is None:
         raise McpError(f"the server sent {text[:SHOWN]!r}, which is no JSON-RPC message")
     return found
 

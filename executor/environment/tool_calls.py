@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from streamrl.runfile.reading import parse_json
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the parameters of each tool, by name."""
 
@@ -84,15 +86,23 @@ def _hermes(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 
 def _xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     for content, end in TAGGED.findall(text):
-        found = FUNCTION.search(content)
+        found = FUNCTION.search(_until_last("</function>", content))
         if not end or found is None:
             raise ToolCallError(
                 "a tool call must be <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>"
             )
         name, inner = found.groups()
         types = schemas.get(name, {}).get("properties", {})
-        values = {key: _typed(value, types.get(key, {})) for key, value in PARAMETER.findall(inner)}
+        values = {
+            key: _typed(value, types.get(key, {}))
+            for key, value in PARAMETER.findall(_until_last("</parameter>", inner))
+        }
         yield ToolCall(name, values)
+
+
+def _until_last(tag: str, text: str) -> str:
+    """Return a text up to its last closing tag; each search for a later one would read all the rest."""
+    return text[: text.rfind(tag) + len(tag)] if tag in text else ""
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
@@ -100,7 +110,7 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "string":
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError:
         return value
 
@@ -113,7 +123,7 @@ def _llama(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     while rest:
         try:
             found, end = decoder.raw_decode(rest)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ToolCallError(f"a tool call is not valid JSON: {error}") from None
         yield _from_json(found, "parameters", "arguments")
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
@@ -141,7 +151,7 @@ FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
 
 def _decoded(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ToolCallError(f"a tool call is not valid JSON: {error}") from None
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
+from streamrl.runfile.reading import parse_json
 from streamrl.runfile.roles_config import RewardConfig
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Judge:
 
     def _content(self, data: bytes) -> str:
         try:
-            return str(json.loads(data)["choices"][0]["message"]["content"])
+            return str(parse_json(data.decode())["choices"][0]["message"]["content"])
         except (ValueError, LookupError, TypeError):
             raise RuntimeError(
                 f"judge {self._reward.endpoint}: the reply is no chat completion"
