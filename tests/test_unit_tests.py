@@ -180,6 +180,15 @@ CHEATS = {
     "        if name in frame.f_globals: frame.f_globals[name] = lambda *_: True\n    frame = frame.f_back",
     "no comparison": "import builtins\nbuiltins.exec = builtins.eval = builtins.compile = lambda *_: None",
     "its own tests": "tests = []\ncheck = lambda *_: None",
+    "its own built-in functions": "def all(_): return True\ndef zip(*_): return []\n"
+    "def isinstance(*_): return True\ndef double(x): return 0",
+    "an end of the loop": "def double(x): raise StopIteration",
+    "names that no test asked for": "import sys\n"
+    "Program = sys.modules['streamrl.executor.verifier.remote_program'].Program\nanswer = Program._answer\n"
+    "def forged(self, message):\n    if 'names' not in message: return answer(self, message)\n"
+    "    pass_all = self._encode(lambda *_, **__: True)\n"
+    "    return {'names': dict.fromkeys(['check', 'math', 'all', 'zip', *message['names']], pass_all)}\n"
+    "Program._answer = forged",
 }
 TOLERANT = {
     **RECORD,
@@ -193,6 +202,10 @@ TOLERANT = {
         "assert round(double(0.25), 3) == 0.5",
         "assert double(2) in (4, 5)",
         "check(double(2), 4)",
+        "assert all(double(x) == 2 * x for x in (1, 2, 3))",
+        "assert all(map(lambda x: double(x) == 2 * x, [1, 2, 3]))",
+        "for x, wanted in zip((1, 2), (2, 4)): assert double(x) == wanted",
+        "assert isinstance(double(2), int) and double(2) == 4",
     ],
 }
 
@@ -204,6 +217,12 @@ def test_no_program_scores_by_what_is_no_result() -> None:
         CHEATS, 0.0
     )
     assert found[-1].reward == 1.0
+
+
+def test_a_task_may_ask_for_a_function_with_the_name_of_a_built_in_one() -> None:
+    record = {**RECORD, "tests": ["assert sum(10, 15) == 6 and type(sum(10, 15)) is int"]}
+    programs = ("def sum(a, b): return 6", "def sum(a, b): return 7", "def add(a, b): return 6")
+    assert rewards(*map(block, programs), record=record) == [1.0, 0.0, 0.0]
 
 
 USES: dict[str, tuple[str, str, str]] = {

@@ -8,6 +8,10 @@ A `RemoteObject` equals a plain value only by its content (a named tuple, a subc
 value. So an object whose methods answer "equal", "greater" or 0 passes no test of a value. A test that asks an object
 (`f(2).is_right()`) believes its answer.
 
+`all`, `len` and other built-in names are Python's own for a test, even if the program defines them. Only a record whose
+tests use no other name of the program may test a function with such a name. A program's `StopIteration` ends no loop of
+a test, because a function passed to `map` would end the comparison early.
+
 Messages are JSON after four bytes of length. The tests' process treats each of them as untrusted.
 """
 
@@ -16,13 +20,14 @@ from __future__ import annotations
 import base64
 import builtins
 import contextlib
+import dis
 import io
 import json
 import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from types import CodeType
@@ -366,12 +371,20 @@ class Tests:
         self.names: dict[str, Any] = {"__name__": "tests"}
         self._given: dict[str, Any] = {}
         """Names that were set to what the program has."""
+        self._hidden: set[str] = set()
+        """Names of the program that tests do not see."""
 
     def set_up(self, setup: CodeType, text: str) -> None:
         """Run the setup of a record in both processes; raise what it raises."""
         _run(setup, self.names)
         self._shared = classes_in(self.names)
         self._ask({"setup": text})
+
+    def find_names(self, tests: Sequence[CodeType]) -> None:
+        """Find what tests use of the program. Call this once, after `set_up`."""
+        own = {*self.names, *(name for test in tests for name in _set_in(test))}
+        used = {name for test in tests for name in _read_in(test)} - own
+        self._hidden = _BUILTINS if used - _BUILTINS else set()
 
     def run_program(self, text: str) -> None:
         """Run the program in its own process; raise what it raises, or `ProgramEndedError`."""
@@ -381,24 +394,31 @@ class Tests:
         """Run a test; raise what it raises. Names that the setup or a test defines are the tests' own."""
         wanted = [
             name
-            for name in _names_in(test)
-            if name not in self.names or self.names[name] is self._given.get(name, self)
+            for name in _read_in(test)
+            if name not in self._hidden
+            and (name not in self.names or self.names[name] is self._given.get(name, self))
         ]
-        for name, found in self._ask({"names": wanted})["names"].items():
-            self._given[name] = self.names[name] = self.decode(found)
+        names = self._ask({"names": wanted})["names"]
+        for name in wanted:
+            if name in names:
+                self._given[name] = self.names[name] = self.decode(names[name])
         _run(test, self.names)
         if self._channel.is_over:
             raise ProgramEndedError
 
     def do(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Do something in the program's process, and return the result; raise what it raises."""
-        reply = self._ask(
-            {
-                "do": operation,
-                "arguments": [self.encode(each) for each in arguments],
-                "named": {name: self.encode(each) for name, each in named.items()},
-            }
-        )
+        message = {
+            "do": operation,
+            "arguments": [self.encode(each) for each in arguments],
+            "named": {name: self.encode(each) for name, each in named.items()},
+        }
+        try:
+            reply = self._ask(message)
+        except StopIteration as error:
+            if operation == "next":
+                raise
+            raise RuntimeError("the program raised StopIteration") from error
         for given, after in zip(arguments, reply.get("after", ()), strict=False):
             self._merge(given, after)
         return self.decode(reply["value"])
@@ -494,11 +514,25 @@ class Tests:
             given.__dict__.update(vars(self.decode(after)))
 
 
-def _names_in(code: CodeType) -> list[str]:
-    """Return the global names that code may read."""
+_BUILTINS = {*dir(builtins)}
+
+
+def _read_in(code: CodeType) -> list[str]:
+    """Return the global names that code reads, each once."""
+    return _named_in(code, ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"))
+
+
+def _set_in(code: CodeType) -> list[str]:
+    """Return the global names that code sets."""
+    return _named_in(code, ("STORE_NAME", "STORE_GLOBAL"))
+
+
+def _named_in(code: CodeType, operations: tuple[str, ...]) -> list[str]:
+    """Return the names in instructions of code and of the functions in it."""
+    names = [each.argval for each in dis.get_instructions(code) if each.opname in operations]
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return list(
-        dict.fromkeys([*code.co_names, *(name for each in inner for name in _names_in(each))])
+        dict.fromkeys([*names, *(name for each in inner for name in _named_in(each, operations))])
     )
 
 

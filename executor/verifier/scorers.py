@@ -565,6 +565,7 @@ def unit_tests_scorer(reward: RewardConfig) -> Scorer:
             def share(code: str) -> float:
                 tests = begin_tests()
                 tests.set_up(setup, text)
+                tests.find_names(compiled)
                 try:
                     tests.run_program(code)
                 except (MemoryError, ProgramEndedError):
