@@ -27,12 +27,12 @@ from streamrl.engine.trace import Entry, Trace, read_trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.restarts import earlier_trace_numbers, earlier_trace_path
 from streamrl.record.run_directory import TRACE
-from streamrl.runfile.simulation_config import OF_REWARD_MODEL, FaultKind
+from streamrl.runfile.simulation_config import OF_LENDING, OF_REWARD_MODEL, FaultKind
 
 KINDS: tuple[FaultKind, ...] = tuple(
-    kind for kind in get_args(FaultKind) if kind not in OF_REWARD_MODEL
+    kind for kind in get_args(FaultKind) if kind not in (*OF_REWARD_MODEL, *OF_LENDING)
 )
-"""Faults of a run without a reward model, like all runs here. Tests inject the others."""
+"""Faults of a run without a reward model and without lending, like all runs here. Tests inject the others."""
 SIMULATED = ("stream-sync", "one-step-async", "stream-async", "fully-async", "colocated")
 
 

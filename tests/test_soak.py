@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_soak import MOST_GROWTH, Lives, Process, growth_of
+from benchmarks.bench_soak import MOST_GROWTH, Lives, Process, execute, growth_of
+from benchmarks.fault_results import KINDS
+from tests.runs import small_run
 
 RUN = 1000
 """Seconds of a run, with a sample every second."""
@@ -20,6 +24,14 @@ def life(began: int, ended: int, size: Callable[[int], float], pid: int = 1) -> 
 
 def growth(lives: Lives) -> float:
     return max(share for _, share in growth_of(lives, RUN))
+
+
+def test_the_faults_of_the_executed_runs_are_accepted(tmp_path: Path) -> None:
+    execute(7, tmp_path, (), num_steps=30)
+    table = tomllib.loads((tmp_path / "run.toml").read_text())
+    kinds = [fault["kind"] for fault in table["faults"]]
+    run = small_run({"faults": table["faults"]})
+    assert [fault.kind for fault in run.faults] == kinds == [k for k in KINDS if k != "driver-dies"]
 
 
 def test_imports_and_the_first_steps_are_no_growth() -> None:
