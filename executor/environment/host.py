@@ -9,8 +9,8 @@ controller and worker. So the host never reads what an environment or a policy w
 | `{"do": "reset", "task": {...}}`               | `{"observation": ...}`                                     |
 | `{"do": "step", "action": "...", "limit": s}`  | `{"observation": ..., "reward": r, "done": b}`             |
 
-Each request also has a random `"id"`, which its answer repeats. So a line that a tool's code writes to the socket is
-never taken for an answer. An answer has `"fault"` if the environment raised an error, and `"timed_out"` if the action was stopped at its limit.
+Each request also has a random `"id"`, which its answer repeats. So a line that a tool's code prints to the socket is
+never taken for an answer. Code that an environment executes in its process can find the id, and so change its own reward. An answer has `"fault"` if the environment raised an error, and `"timed_out"` if the action was stopped at its limit.
 A worker that reads the end of its socket closes its environment and ends.
 """
 
