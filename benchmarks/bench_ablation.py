@@ -165,6 +165,16 @@ def _no_offload() -> None:
     force_setattr(switch, "offload_bandwidth", None)
 
 
+def _no_offload_to_score() -> None:
+    for release in load_framework("nemo-rl").releases:
+        force_setattr(release, "offloads_to_score", False)
+
+
+def _no_copies() -> None:
+    for release in load_framework("nemo-rl").releases:
+        force_setattr(release, "sends_copies", False)
+
+
 def _no_host_slowdown() -> None:
     for name in GRACE:
         force_setattr(load_gpu(name), "host_slowdown", NO_FACTOR)
@@ -215,6 +225,8 @@ TERMS = (
     Term("whole batches packed by NeMo-RL", _in_layouts("fills_micro_batches", False), _is_nemo),
     Term("pageable memory for NeMo-RL's reference", _in_layouts("swap_bandwidth", None), _is_nemo),
     Term("offload of optimizer states in NeMo-RL's switch", _no_offload, _is_nemo),
+    Term("offload of optimizer states to score, up to NeMo-RL 0.4", _no_offload_to_score, _is_nemo),
+    Term("copies of a batch for each rank, up to NeMo-RL 0.6", _no_copies, _is_nemo),
     Term("calls for each tensor of a hand-over", _no_tensor_time, _any),
     Term("slow hosts of Grace", _no_host_slowdown, _is_on_grace),
     Term("wait for token counts", _no_routing_time, _is_mixture),

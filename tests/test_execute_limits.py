@@ -33,6 +33,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer.offload": True, "algorithm.kl_coefficient": 0.1}, "trainer.offload=false"),
     ({"trainer.reshard_after_forward": False}, "trainer.reshard_after_forward=true"),
     ({"trainer.gradient_dtype": "bfloat16"}, "trainer.gradient_dtype=float32"),
+    ({"trainer.master_weights": "remainders"}, "trainer.master_weights=float32"),
+    ({"trainer.max_tokens_per_scoring_pass": 65536}, "trainer.max_tokens_per_scoring_pass"),
     ({"trainer.sharding": "fsdp"}, "trainer.sharding=fsdp2"),
     (
         {

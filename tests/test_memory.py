@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.hardware.activations import activation_bytes, tokens_in_pass
+from streamrl.hardware.activations import SCORED_SHARE, activation_bytes, tokens_in_pass
 from streamrl.hardware.engine_memory import load_engine_memory
 from streamrl.hardware.memory import (
     PassMemory,
@@ -228,6 +228,26 @@ def test_gradients_in_16_bits_take_half_the_room() -> None:
     )
     assert narrow["gradients"] == pytest.approx(wide["gradients"] / 2)
     assert narrow["optimizer"] == wide["optimizer"]
+
+
+def test_an_optimizer_that_keeps_remainders_of_weights_takes_ten_bytes_a_parameter() -> None:
+    whole, less = (
+        trainer_memory(resolve(small_run({"trainer.master_weights": each})).trainer)
+        for each in ("float32", "remainders")
+    )
+    assert less["optimizer"] == pytest.approx(whole["optimizer"] * 10 / 12)
+
+
+def test_a_large_scoring_pass_holds_its_logits() -> None:
+    eager = {"trainer.logits": "eager", "trainer.micro_batch": 64}
+    trained, scored = (
+        trainer_memory(
+            resolve(small_run({**eager, **more, "algorithm.kl_coefficient": 0.1})).trainer
+        )
+        for more in ({}, {"trainer.max_tokens_per_scoring_pass": 65536})
+    )
+    passes = 65536 / 16384 * SCORED_SHARE
+    assert scored["logits"] == pytest.approx(trained["logits"] * passes)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.hardware.memory import model_state
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
+from streamrl.runfile.frameworks import load_framework
 from streamrl.sim.costs.costs import ScaledSchedule
 from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
 from streamrl.sim.costs.training.pipeline import Pipeline, interleave
@@ -335,3 +337,49 @@ def test_a_controller_sends_padded_rollouts_before_every_pass() -> None:
     assert plain.num_scored == 2
     assert slowed.score_time(lengths) - plain.score_time(lengths) == pytest.approx(2 * sent_in)
     assert slowed.train_time(lengths) - plain.train_time(lengths) == pytest.approx(sent_in)
+
+
+PASSES = {"algorithm.kl_coefficient": 0.1, "algorithm.old_log_probs": "trainer"}
+MEGATRON = {"pipeline_parallel": 2, "tensor_parallel": 4, "zero": 1}
+
+
+def nemo_rl(version: str | None, changes: dict[str, Any] | None = None) -> TrainingCosts:
+    """Return the costs of a release of NeMo-RL whose model is on 8 of 32 GPUs; None is the commit that was read."""
+    stated = {} if version is None else {"framework.version": version}
+    own = {**PASSES, "framework.name": "nemo-rl", **stated, **(changes or {})}
+    return TrainingCosts.load(resolve(train_run(changes=own, data_parallel=4, **MEGATRON)))
+
+
+def test_ranks_of_a_model_share_what_a_controller_sends_unless_their_release_sends_copies() -> None:
+    sending = load_framework("nemo-rl").sending
+    assert sending is not None
+    longest = resolve(train_run()).trainer.longest_sequence
+    shared, copied = (nemo_rl(version).transfer_times for version in (None, "0.6"))
+    once = [longest * each for each in sending.token_times(1)]
+    assert shared == pytest.approx(once)
+    assert copied == pytest.approx([8 * each for each in once])
+    assert nemo_rl("0.6", {"framework.transfer_time": "0 s"}).transfer_times == (0.0, 0.0)
+
+
+def test_a_release_that_offloads_the_optimizer_to_score_does_so_once_a_batch() -> None:
+    lengths = heavy_tailed(128)
+    keeps, offloads = (
+        nemo_rl(version, {"framework.transfer_time": "0 s"}).score_time(lengths)
+        for version in ("0.5", "0.4")
+    )
+    resolved = resolve(train_run(data_parallel=4, **MEGATRON, master_weights="remainders"))
+    trainer = resolved.trainer
+    moved = model_state(trainer.model, trainer.config, trainer.dtype).optimizer
+    assert offloads - keeps == pytest.approx(moved * (1 / 1.8e9 + 1 / trainer.gpu.host_link))
+
+
+def test_larger_passes_change_scoring_alone() -> None:
+    limits = {"max_tokens_per_pass": 4096, "micro_batch": 64}
+    plain, larger = (
+        TrainingCosts.load(resolve(train_run("qwen3-30b-a3b", PASSES, **limits, **more)))
+        for more in ({}, {"max_tokens_per_scoring_pass": 16384})
+    )
+    lengths, fewer = [1000] * 128, 128 // 4 - 128 // 16
+    saved = plain.num_scored * fewer * plain.stages.scored[0].fixed
+    assert larger.train_time(lengths) == plain.train_time(lengths)
+    assert plain.score_time(lengths) - larger.score_time(lengths) == pytest.approx(saved)

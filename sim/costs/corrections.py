@@ -21,6 +21,7 @@ from streamrl.runfile.frameworks import (
     load_usual,
     settings_of,
 )
+from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
 
 
@@ -119,6 +120,47 @@ class OwnSwitch(NamedTuple):
     source: str
 
 
+class OwnTransfer(NamedTuple):
+    """Seconds in which one controller sends a token of the padded batch to the trainer."""
+
+    scored: float
+    """For each pass that only scores."""
+    trained: float
+    spread: float = 0.0
+    """By how much both may be off, as a share."""
+    source: str | None = None
+    """None if there are none."""
+
+
+def own_transfer(framework: FrameworkConfig, trainer: TrainerConfig) -> OwnTransfer:
+    """Return what a framework's controller takes to send a batch; none where the run and its framework have none."""
+    key, stated = "framework.transfer_time", framework.transfer_time
+    if stated is not None:
+        source = f"run file: {key} = {stated * 1e9:.3g} ns" if stated else None
+        return OwnTransfer(stated, stated, source=source)
+    known = framework_of(framework.name)
+    if known is None or known.sending is None:
+        return OwnTransfer(0.0, 0.0)
+    release, sending = known.release_of(framework.version), known.sending
+    sends_copies = release is not None and release.sends_copies
+    copies = trainer.ranks_alike * trainer.pipeline_parallel if sends_copies else 1
+    times = sending.token_times(copies)
+    source = (
+        f"{key} {times[1] * 1e9:.3g} ns for training, {copies} times the same batch, "
+        f"{FOLDER}/{known.name}.toml: {sending.source}"
+    )
+    return OwnTransfer(*times, sending.error.spread, source)
+
+
+def optimizer_offload_bandwidth(framework: FrameworkConfig) -> float | None:
+    """Return the bytes a second at which a framework offloads the optimizer to score; None if it keeps it on the GPU."""
+    known = framework_of(framework.name)
+    release = None if known is None else known.release_of(framework.version)
+    if known is None or release is None or not release.offloads_to_score:
+        return None
+    return known.switch_time.offload_bandwidth if known.switch_time is not None else None
+
+
 def own_step_time(
     framework: FrameworkConfig, corrections: Corrections, profile: str | None
 ) -> StatedTime:
@@ -190,6 +232,9 @@ def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
         yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
     corrections = Corrections.of(resolved)
     yield own_step_time(run.framework, corrections, run.costs.profile).source
+    sent = own_transfer(run.framework, run.trainer)
+    if sent.source is not None:
+        yield sent.source
     if run.policies.shares_gpus:
         yield own_switch(run.framework, corrections.trains_on).source
 

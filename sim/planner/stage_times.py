@@ -26,6 +26,7 @@ from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.sim.batch_generation import Finish, StepEnds
 from streamrl.sim.costs.curves import DecodeCurve
 from streamrl.sim.costs.training.layer import Pass
+from streamrl.sim.costs.training.micro_batches import MicroBatch
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.workload.workload import Draw
 
@@ -503,14 +504,7 @@ def _turns(costs: TrainingCosts, batch: Sums) -> Turns:
     A rank needs at least the seconds of the longest rollout alone.
     """
     trainer, stages = costs.trainer, costs.stages
-    ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
-    room = max(trainer.max_tokens_per_pass, batch.longest)
-    num_micro = max(
-        ceil(batch.num_rollouts / (ranks * trainer.micro_batch)), ceil(batch.tokens / ranks / room)
-    )
-    share = ranks * num_micro
-    mean = (round(batch.tokens / share), batch.squares / 2 / share)
-    micro = [mean, longest]
+    num_micro, micro = _even_passes(trainer, batch)
     trained = stages.forward_times(micro) + stages.backward_times(micro)
     mean, longest = _of_stages(trained, trainer.pipeline_parallel)
     slowest = float(mean.max())
@@ -518,9 +512,22 @@ def _turns(costs: TrainingCosts, batch: Sums) -> Turns:
     turns = max(num_micro * slowest, float(longest.max()))
     scored = 0.0
     if costs.num_scored:
+        num_micro, micro = _even_passes(trainer.scorer, batch)
         mean, longest = _of_stages(stages.scored_times(micro), trainer.pipeline_parallel)
         scored = max(num_micro * float(mean.max()), float(longest.max()))
     return Turns(batch.num_rollouts, scored, turns, fill)
+
+
+def _even_passes(trainer: TrainerConfig, batch: Sums) -> tuple[int, list[MicroBatch]]:
+    """Return the micro-batches of a rank if all are equal, and the sizes of one and of the longest rollout alone."""
+    ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
+    room = max(trainer.max_tokens_per_pass, batch.longest)
+    num_micro = max(
+        ceil(batch.num_rollouts / (ranks * trainer.micro_batch)), ceil(batch.tokens / ranks / room)
+    )
+    share = ranks * num_micro
+    mean = (round(batch.tokens / share), batch.squares / 2 / share)
+    return num_micro, [mean, longest]
 
 
 def _commands(costs: TrainingCosts, batch: Turns, *, commands: int, fills: int) -> float:

@@ -27,6 +27,8 @@ those of its RL steps, which use chunks (559b447, benchmarks/baselines, Qwen3 0.
 FUSED_LOGIT_BYTES = 4
 """Bytes per logit if one kernel computes the loss and overwrites logits with their gradients: 16 bits of each, or float32
 (Megatron-LM's theoretical_memory_usage counts the same)."""
+SCORED_SHARE = 10 / 16
+"""Bytes of a logit in a pass that only scores, as a share of those in training: without both gradients."""
 LOGIT_CHUNK = 1024
 """Tokens whose logits exist at once with chunked logits (prime-rl's
 fused_lm_head_token_chunk_size).
@@ -244,6 +246,11 @@ def logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> f
         case other:
             assert_never(other)
     return held * model.vocab_size / trainer.tensor_parallel / trainer.context_parallel
+
+
+def scored_logit_bytes(model: ModelShape, trainer: TrainerConfig, num_tokens: int) -> float:
+    """Return the bytes of logits in a pass that only scores: the same without gradients."""
+    return SCORED_SHARE * logit_bytes(model, trainer, num_tokens)
 
 
 def tokens_in_pass(trainer: TrainerConfig, longest: int) -> int:

@@ -28,7 +28,12 @@ from typing import NamedTuple, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from streamrl.hardware.activations import activation_bytes, logit_bytes, tokens_in_pass
+from streamrl.hardware.activations import (
+    activation_bytes,
+    logit_bytes,
+    scored_logit_bytes,
+    tokens_in_pass,
+)
 from streamrl.hardware.engine_memory import DEFAULT_LOGIT, load_engine_memory
 from streamrl.hardware.model_shape import BYTES, ModelShape, lora_parameters
 from streamrl.hardware.parallelism import (
@@ -195,6 +200,8 @@ def stage_bytes(replica: ReplicaHardware) -> list[StageBytes]:
 
 OPTIMIZER_BYTES = 12
 """Bytes per parameter: float32 master copy and two Adam moments (Rajbhandari et al. 2020, ZeRO)."""
+SHARED_BYTES = 2
+"""Bytes of them that bfloat16 weights have too, if the optimizer keeps only the remainders."""
 FLAT_SHARE = 1 / 0.93 - 1
 """Peak memory of PyTorch's FSDP1 beyond FSDP2's, which has 7 % less: Llama 7B on 8 H100 (torchtitan docs/fsdp.md,
 commit 00293cb). FSDP1 keeps freed blocks until other streams are done with them.
@@ -401,11 +408,17 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
                 + (tower / trainer.copies if trainer.zero == 3 else tower),
                 gradients=(split if trainer.zero >= 2 else parameters)
                 * BYTES[trainer.gradient_dtype],
-                optimizer=(split if trainer.zero else parameters) * (OPTIMIZER_BYTES - second_copy),
+                optimizer=(split if trainer.zero else parameters)
+                * (optimizer_bytes(trainer) - second_copy),
                 stepped=split if trainer.zero else parameters,
             )
         )
     return states
+
+
+def optimizer_bytes(trainer: TrainerConfig) -> int:
+    """Return the bytes of optimizer states per parameter."""
+    return OPTIMIZER_BYTES - SHARED_BYTES * (trainer.master_weights == "remainders")
 
 
 def _copied_parameters(
@@ -614,9 +627,13 @@ def _taking_turns(
 
 def _pass_bytes(trainer: TrainerHardware, config: TrainerConfig) -> _PassBytes:
     """Return the bytes of passes with the settings in `config`."""
-    num_tokens = tokens_in_pass(config, trainer.longest_sequence)
+    longest, model = trainer.longest_sequence, trainer.model
+    num_tokens, num_scored = (tokens_in_pass(one, longest) for one in (config, config.scorer))
     alike = replace(config, pool="", data_parallel=1, zero=1, micro_batch=1, offload=False)
-    return _bytes_of_tokens(trainer.model, alike, trainer.dtype, num_tokens)
+    found = _bytes_of_tokens(model, alike, trainer.dtype, num_tokens)
+    if num_scored <= num_tokens or not trainer.algorithm.num_scored:
+        return found
+    return found._replace(logits=max(found.logits, scored_logit_bytes(model, config, num_scored)))
 
 
 @lru_cache(maxsize=4096)

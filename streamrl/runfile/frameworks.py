@@ -88,6 +88,12 @@ class Release(_Table, frozen=True, kw_only=True):
     """Keys with other values. A key of the framework that no setting of the release sets stays."""
     returns_log_probs: bool | None = None
     """Whether its inference engine returns all log-probabilities; None: as at the commit."""
+    sends_copies: bool = False
+    """Whether its controller sends the batch to each rank on its own. Else tensor, context and
+    pipeline ranks share what it sends once.
+    """
+    offloads_to_score: bool = False
+    """Whether the optimizer is in host memory during passes that only score, also on GPUs that only train."""
 
     def is_of(self, version: str) -> bool:
         """Whether a version belongs to this release."""
@@ -188,6 +194,25 @@ class SwitchSeconds(Seconds, frozen=True, kw_only=True):
     """
 
 
+class Sending(_Table, frozen=True, kw_only=True):
+    """What one controller sends of a batch to the trainer's ranks, for each pass over it."""
+
+    scored_bytes: int
+    """Bytes of a token of the padded batch, for a pass that only scores."""
+    trained_bytes: int
+    """The same for training."""
+    bandwidth: Bandwidth
+    error: Factor
+    """Seconds relative to those at `bandwidth`."""
+
+    def token_times(self, copies: int) -> tuple[float, float]:
+        """Return the seconds of a padded token for a scoring pass and for training, sent `copies` times."""
+        return (
+            copies * self.scored_bytes / self.bandwidth,
+            copies * self.trained_bytes / self.bandwidth,
+        )
+
+
 class UsualSeconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Default seconds, used where those of a framework are unknown or no framework is named."""
 
@@ -222,6 +247,8 @@ class Framework(_Table, frozen=True, kw_only=True):
     """Whether replicas of several kinds may generate at the same time."""
     step_time: Seconds | None = None
     switch_time: SwitchSeconds | None = None
+    sending: Sending | None = None
+    """None if no single controller sends the batch, or nobody published what it takes."""
     unknown: dict[str, str] = {}
     """What nobody published, and what is used instead."""
 

@@ -400,6 +400,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Maximum tokens of a data-parallel rank in one forward and backward pass, padding included;
     its context ranks share them. A longer rollout has a pass of its own.
     """
+    max_tokens_per_scoring_pass: int | None = None
+    """Simulated: the same for passes that only compute log-probabilities (verl's
+    log_prob_max_token_len_per_gpu, NeMo-RL's logprob_mb_tokens). They keep nothing for a backward
+    pass, so they can be larger. Absent: `max_tokens_per_pass`.
+    """
     context_parallel: int = 1
     """Context ranks: each computes an equal share of the tokens and work of every sequence. ZeRO
     counts them as data-parallel ranks. `execute` needs backend fsdp2, packed passes and
@@ -440,6 +445,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Simulated: format in which gradients of micro-batches add up, and are reduced over ranks.
     bfloat16: NeMo-RL's Megatron (grad_reduce_in_fp32 false).
+    """
+    master_weights: Literal["float32", "remainders"] = "float32"
+    """Simulated: what the optimizer keeps of float32 weights, beside 16-bit ones. remainders: only the
+    16 bits that bfloat16 weights lack, 2 bytes a parameter instead of 4 (Megatron's
+    use_precision_aware_optimizer with store_param_remainders, as in NeMo-RL).
     """
     offload_reference: bool = False
     """Simulated: keep the weights of the reference model in host memory. Its pass swaps them with
@@ -522,6 +532,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     def copies(self) -> int:
         """Ranks that hold the same non-expert weights, and shard by `zero`."""
         return self.data_parallel * self.context_parallel
+
+    @property
+    def scorer(self) -> TrainerConfig:
+        """The trainer, with the tokens of passes that only score as those of all passes."""
+        most = self.max_tokens_per_scoring_pass
+        return self if most is None else msgspec.structs.replace(self, max_tokens_per_pass=most)
 
     @property
     def ranks_alike(self) -> int:

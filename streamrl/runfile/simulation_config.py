@@ -55,13 +55,14 @@ class FrameworkConfig(Section, frozen=True, kw_only=True):
     not train. Absent: calls from profiles/frameworks/NAME.toml, else from
     profiles/frameworks/usual.toml; every GPU gathers whole tensors (profiles/sync/cuda-ipc.toml).
     """
-    transfer_time: Duration = Duration(0.0)
+    transfer_time: Duration | None = None
     """Seconds in which one controller sends a token of the padded batch to the trainer, for each
     scoring pass and for training. Padded rollouts have `workload.max_prompt_tokens` and
     `rollout.max_tokens`. verl before 0.9 did so, and workers of newer versions fetch their own
     rollouts. On 4 to 16 nodes it took 140 ns, which is 35 s for 8,192 rollouts of 30,720 tokens:
     more GPUs do not shorten this part of a log-prob pass (docs/advance/fully_async.md). On one
-    node it took 37 to 44 ns (verl issue 2847).
+    node it took 37 to 44 ns (verl issue 2847). Absent: `sending` of profiles/frameworks/NAME.toml,
+    else 0.
     """
     checkpoint_time: Duration = Duration(0.0)
     """Seconds that a checkpoint (`execute.checkpoint_every`) delays the run. They count in the

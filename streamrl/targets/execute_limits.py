@@ -625,6 +625,18 @@ def _limits_of_passes(
         f"'float32' {of_backend}, which adds up gradients in it",
     )
     yield Limit(
+        f"{key}.master_weights",
+        trainer.master_weights,
+        trainer.master_weights == "float32",
+        f"'float32' {of_backend}, whose optimizer keeps all of their bits",
+    )
+    yield Limit(
+        f"{key}.max_tokens_per_scoring_pass",
+        trainer.max_tokens_per_scoring_pass,
+        trainer.max_tokens_per_scoring_pass in (None, trainer.max_tokens_per_pass),
+        f"absent or {key}.max_tokens_per_pass={trainer.max_tokens_per_pass}, which bounds all passes {of_backend}",
+    )
+    yield Limit(
         f"{key}.sharding",
         trainer.sharding,
         trainer.sharding in backend.shardings,

@@ -277,7 +277,7 @@ class PipelinedSchedule:
         epochs: int = 1,
         mini_batch: float = inf,
         update_time: float = 0.0,
-        transfer_time: float = 0.0,
+        transfer_times: tuple[float, float] = (0.0, 0.0),
         fills_micro_batches: bool = False,
     ) -> None:
         """Create a schedule in which every rank is free.
@@ -291,13 +291,13 @@ class PipelinedSchedule:
             epochs: times that rollouts are trained on.
             mini_batch: rollouts between two optimizer steps; the last step is a command of its own.
             update_time: seconds of the optimizer steps before the last.
-            transfer_time: seconds in which the controller sends a rollout for a pass.
+            transfer_times: seconds in which the controller sends a rollout for a scoring pass, and for training.
             fills_micro_batches: whether rollouts of all ranks go into as few micro-batches as possible.
         """
         self._stages, self._trainer = stages, trainer
         self._scores, self._trains, self._share = scores, trains, share
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
-        self._transfer_time = transfer_time
+        self._scored_in, self._trained_in = transfer_times
         self._fills_micro_batches = fills_micro_batches
         self._num_trained = 0
         """Rollouts since the last optimizer step."""
@@ -309,10 +309,10 @@ class PipelinedSchedule:
 
     def score(self, lengths: Sequence[int], now: float) -> float:
         """See `TrainerSchedule`."""
-        dealt = self._micro_batches_by_rank(lengths, now)
+        dealt = self._micro_batches_by_rank(lengths, now, self._trainer.scorer)
         times = self._by_clock(dealt, self._stages.scored_times, self._share)
         sends = self._sends(dealt)
-        sent_in = self._transfer_time * len(lengths)
+        sent_in = self._scored_in * len(lengths)
         for switch_time in self._scores:
             self._wait(sent_in + switch_time, now)
             for rank, rows, between in zip(self._ranks, times, sends, strict=True):
@@ -327,7 +327,7 @@ class PipelinedSchedule:
         """See `TrainerSchedule`."""
         if self._epochs > 1:
             self._batch += lengths
-        self._wait(self._transfer_time * len(lengths), now)
+        self._wait(self._trained_in * len(lengths), now)
         self._train_in_mini_batches(lengths, now)
         return self._open_until(now)
 
@@ -353,7 +353,7 @@ class PipelinedSchedule:
             self._train(part, now)
 
     def _train(self, lengths: Sequence[int], now: float) -> None:
-        dealt = self._micro_batches_by_rank(lengths, now)
+        dealt = self._micro_batches_by_rank(lengths, now, self._trainer)
         forward = self._by_clock(dealt, self._stages.forward_times, self._share)
         backward = self._by_clock(dealt, self._stages.backward_times, self._share)
         sends = self._sends(dealt)
@@ -381,9 +381,10 @@ class PipelinedSchedule:
             for rank in self._ranks:
                 rank.pause(seconds, now)
 
-    def _micro_batches_by_rank(self, lengths: Sequence[int], now: float) -> list[list[MicroBatch]]:
-        """Return the micro-batches of each data-parallel rank."""
-        trainer = self._trainer
+    def _micro_batches_by_rank(
+        self, lengths: Sequence[int], now: float, trainer: TrainerConfig
+    ) -> list[list[MicroBatch]]:
+        """Return the micro-batches of each data-parallel rank, with the trainer's limits on a pass."""
         if self._goes_in_step:
             loads = [0.0] * trainer.data_parallel
         else:

@@ -7,8 +7,8 @@ from functools import cached_property
 from msgspec import Struct
 
 from streamrl.hardware.memory import (
-    OPTIMIZER_BYTES,
     draft_parameters,
+    optimizer_bytes,
     shared_out_parameters,
     stage_parameters,
 )
@@ -162,7 +162,7 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
     def update_time(self) -> float:
         """Return the seconds in which one model's optimizer reads gradients, and reads and writes its state."""
         learning = self.model.num_parameters * self.trained
-        num_bytes = learning * (self.gradient_width + 2 * OPTIMIZER_BYTES)
+        num_bytes = learning * (self.gradient_width + 2 * optimizer_bytes(self.trainer))
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         copies = self.trainer.copies if self.trainer.zero == 0 else 1
         return num_bytes * copies / self.trainer.num_gpus / achieved

@@ -33,7 +33,12 @@ from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.frameworks import fills_micro_batches, slowdown, swap_bandwidth
 from streamrl.runfile.roles_config import TrainerConfig
-from streamrl.sim.costs.corrections import Corrections, own_step_time
+from streamrl.sim.costs.corrections import (
+    Corrections,
+    optimizer_offload_bandwidth,
+    own_step_time,
+    own_transfer,
+)
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
 from streamrl.sim.costs.training.profile import (
@@ -59,6 +64,8 @@ class Switches(Struct, frozen=True, kw_only=True):
     """Weights and gradients in, gradients out."""
     reference_time: float = 0.0
     """The actor's weights out, the reference's in, the actor's in; if the reference alone is in host memory."""
+    optimizer_time: float = 0.0
+    """Optimizer out and in, if it is in host memory while a batch is scored."""
     step_time: float = 0.0
     """Gradients in, optimizer in and out, weights out. On NVMe: reads and writes of the drives."""
 
@@ -107,8 +114,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     """Rollouts between two optimizer steps; inf if a batch has one step."""
     epochs: int
     """Times that a batch is trained on."""
-    transfer_time: float
-    """Seconds in which the controller sends a rollout, padded to the longest, for a pass."""
+    transfer_times: tuple[float, float]
+    """Seconds in which the controller sends a rollout, padded to the longest: for a scoring pass, and for training."""
     fills_micro_batches: bool
     """Whether the rollouts of a whole batch go into as few micro-batches as possible."""
     provenance: Provenance
@@ -130,9 +137,17 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         fills = fills_micro_batches(run.framework.name, trainer.config)
         slow = swap_bandwidth(run.framework.name, trainer.config)
         switches = _switches_of(trainer, ranks, slow)
+        if not run.policies.shares_gpus:
+            offload = optimizer_offload_bandwidth(run.framework)
+            switches = replace(switches, optimizer_time=_optimizer_moves(trainer, ranks, offload))
         num_trained = trainer.num_trained_models
         updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
         updated += switches.step_time
+        sent, longest = own_transfer(run.framework, trainer.config), trainer.longest_sequence
+        own_time = (
+            stages.rollout_time(longest) / trainer.config.num_gpus * trainer.config.ranks_alike
+        )
+        sent_share = sent.trained * longest / (sent.trained * longest + own_time)
         return cls(
             stages=stages.at(score / times.middle, train / times.middle),
             num_scored=trainer.algorithm.num_scored,
@@ -143,9 +158,9 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             overhead_time=overhead.seconds,
             mini_batch=_mini_batch(run.framework.optimizer_steps, trainer.algorithm),
             epochs=run.framework.epochs,
-            transfer_time=run.framework.transfer_time * trainer.longest_sequence,
+            transfer_times=(sent.scored * longest, sent.trained * longest),
             fills_micro_batches=fills and choose_system(run.policies).streaming == "whole-batch",
-            provenance=provenance.with_spread(times.spread),
+            provenance=provenance.with_spread(times.spread).with_spread(sent.spread * sent_share),
             trainer=trainer.config,
         )
 
@@ -160,7 +175,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             epochs=self.epochs,
             mini_batch=self.mini_batch,
             update_time=self.optimizer_time,
-            transfer_time=self.transfer_time,
+            transfer_times=self.transfer_times,
             fills_micro_batches=self.fills_micro_batches,
         )
 
@@ -170,6 +185,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         seconds = [switches.score_time] * self.num_scored
         if switches.reference_time:
             seconds[-1] += switches.reference_time
+        if switches.optimizer_time and seconds:
+            seconds[0] += switches.optimizer_time
         return seconds
 
     def train_time(self, lengths: Sequence[int]) -> float:
@@ -209,6 +226,20 @@ def _switches_of(trainer: TrainerHardware, ranks: Ranks, slow: float | None) -> 
         swaps = swap_time(trainer) / trainer.num_trained_models
     link, is_alone = ranks.gpu.host_link, trainer.num_models == 1
     return Switches.of(state, link, is_alone=is_alone, swap_time=swaps)
+
+
+def _optimizer_moves(trainer: TrainerHardware, ranks: Ranks, bandwidth: float | None) -> float:
+    """Return the seconds in which the optimizer leaves for host memory and returns; 0 if it stays.
+
+    Args:
+        trainer: the trainer.
+        ranks: its ranks.
+        bandwidth: bytes a second at which it leaves; None if it stays, or is in host memory for good.
+    """
+    if bandwidth is None or trainer.config.offload:
+        return 0.0
+    moved = model_state(ranks.model, trainer.config, ranks.dtype).optimizer * trainer.trained_models
+    return moved / bandwidth + moved / ranks.gpu.host_link
 
 
 def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
