@@ -339,8 +339,8 @@ def test_a_controller_sends_padded_rollouts_before_every_pass() -> None:
     assert slowed.train_time(lengths) - plain.train_time(lengths) == pytest.approx(sent_in)
 
 
-PASSES = {"algorithm.kl_coefficient": 0.1, "algorithm.old_log_probs": "trainer"}
-MEGATRON = {"pipeline_parallel": 2, "tensor_parallel": 4, "zero": 1}
+PASSES: dict[str, Any] = {"algorithm.kl_coefficient": 0.1, "algorithm.old_log_probs": "trainer"}
+MEGATRON: dict[str, Any] = {"pipeline_parallel": 2, "tensor_parallel": 4, "zero": 1}
 
 
 def nemo_rl(version: str | None, changes: dict[str, Any] | None = None) -> TrainingCosts:
@@ -374,7 +374,7 @@ def test_a_release_that_offloads_the_optimizer_to_score_does_so_once_a_batch() -
 
 
 def test_larger_passes_change_scoring_alone() -> None:
-    limits = {"max_tokens_per_pass": 4096, "micro_batch": 64}
+    limits: dict[str, Any] = {"max_tokens_per_pass": 4096, "micro_batch": 64}
     plain, larger = (
         TrainingCosts.load(resolve(train_run("qwen3-30b-a3b", PASSES, **limits, **more)))
         for more in ({}, {"max_tokens_per_scoring_pass": 16384})

@@ -63,6 +63,8 @@ LIMITS: tuple[Changes, ...] = (
     {"trainer.reshard_after_forward": True},
     {"trainer.sharding": "fsdp2"},
     {"trainer.gradient_dtype": "float32"},
+    {"trainer.master_weights": "float32"},
+    {"trainer.max_tokens_per_scoring_pass": None},
     {"trainer.offload": False},
     {"trainer.logits": None},
     {"rollout.chunked_prefill": True},
