@@ -294,6 +294,17 @@ def test_sequences_of_nemo_rl_divide_over_tensor_and_context_ranks(
         assert found[f"{role}.megatron_cfg.sequence_parallel"] == "true"
 
 
+def test_passes_that_score_may_have_more_tokens_in_nemo_rl() -> None:
+    run = load_run(MAIN, ["trainer.max_tokens_per_scoring_pass=65536"])
+    found, _, left_out = read_script(script_of(run, "nemo-rl"))
+    assert found["policy.sequence_packing.logprob_mb_tokens"] == "65536"
+    assert found["policy.sequence_packing.train_mb_tokens"] != "65536"
+    assert not any("max_tokens_per_scoring_pass" in line for line in left_out)
+    assert any(
+        "max_tokens_per_scoring_pass" in line for line in read_script(script_of(run, "verl"))[2]
+    )
+
+
 def test_an_optimizer_in_host_memory_has_what_megatron_needs_beside_it() -> None:
     run = load_run(MAIN, ["trainer.offload=true"])
     prefix = "policy.megatron_cfg.optimizer.optimizer_"

@@ -233,6 +233,15 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
         f"trainer.max_tokens_per_pass={tokens}, and the longest rollout must fit",
         max(tokens, longest),
     )
+    scored, key = trainer.max_tokens_per_scoring_pass, "trainer.max_tokens_per_scoring_pass"
+    yield PlannedValue("scored_tokens_per_pass", key, scored, (None,))
+    if scored is None:
+        scored, key = tokens, "trainer.max_tokens_per_pass"
+    yield PlannedValue(
+        "scored_tokens_per_pass_and_longest",
+        f"{key}={scored}, and the longest rollout must fit",
+        max(scored, longest),
+    )
     yield PlannedValue("is_packed", "trainer.packing", trainer.packing == "packed")
     yield PlannedValue("recomputes", "trainer.recompute", trainer.recompute != "none")
 
