@@ -289,6 +289,7 @@ def test_a_template_that_refuses_a_message_is_named() -> None:
         ("print(5, flush=True); input()", "printed '5', which is no JSON-RPC"),
         ("import sys; sys.stdin.read()", "did not answer within 0.2 s"),
         ("raise SystemExit(3)", "ended with status 3"),
+        ("print('x' * 2**25, flush=True)", "printed a line of more than 16 MiB"),
     ],
 )
 def test_an_mcp_server_that_does_not_speak_the_protocol_is_named(
@@ -299,6 +300,38 @@ def test_an_mcp_server_that_does_not_speak_the_protocol_is_named(
         mcp_client.connect(shlex.join([sys.executable, "-S", "-c", program]))
     assert "the MCP server " in str(told.value) and sys.executable in str(told.value)
     assert message in str(told.value)
+
+
+class Says:
+    """A server that gives the same answer to each request but the first."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self._answer = answer
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"result": {}} if message["method"] == "initialize" else self._answer
+
+    def tell(self, message: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "answer to tools/list is malformed: Expected `object`, got `null`"),
+        ({"result": {"tools": [3]}}, "tools/list is malformed: Expected `object`, got `int`"),
+        ({"result": {"tools": [{"name": "a"}]}}, "missing required field `inputSchema`"),
+        ({"result": {"tools": [], "nextCursor": "1"}}, "list of tools has more than 100 pages"),
+        ({"error": "no"}, "no"),
+    ],
+)
+def test_a_malformed_answer_of_an_mcp_server_is_named(answer: Any, message: str) -> None:
+    connection = mcp_client.McpConnection(Says(answer))
+    with pytest.raises(mcp_client.McpError, match=message):
+        list(connection.schemas())
 
 
 @pytest.mark.parametrize("has_chats", [True, False])

@@ -17,7 +17,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from streamrl.runfile.reading import parse_json
 
@@ -25,17 +27,41 @@ PROTOCOL = "2025-06-18"
 REQUEST_TIME = 60.0
 """Seconds for an answer of a server; an action's own limit may be shorter. A process may take longer for a call."""
 MOST_BYTES = 2**24
-"""Bytes of an answer over HTTP."""
+"""Bytes of an answer."""
+MOST_PAGES = 100
+"""Pages of a server's list of tools."""
 SHOWN = 100
 """Maximum characters of a line that an error shows."""
 END_TIME = 2.0
 """Seconds that a server's process has to end after its input is closed."""
 
 Message = dict[str, Any]
+_Kind = TypeVar("_Kind")
 
 
 class McpError(RuntimeError):
     """A server answered with an error, or not at all."""
+
+
+class _Tool(msgspec.Struct, rename="camel"):
+    name: str
+    input_schema: dict[str, Any]
+    description: str = ""
+
+
+class _Page(msgspec.Struct, rename="camel"):
+    tools: list[_Tool]
+    next_cursor: str | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Result(msgspec.Struct, rename="camel"):
+    content: list[_Part] = []
+    is_error: bool = False
 
 
 class Channel(Protocol):
@@ -58,35 +84,40 @@ class McpConnection:
         self._channel = channel
         self._ids = itertools.count(1)
         client = {"name": "streamrl", "version": "1"}
-        self._ask("initialize", protocolVersion=PROTOCOL, capabilities={}, clientInfo=client)
+        self._ask(dict, "initialize", protocolVersion=PROTOCOL, capabilities={}, clientInfo=client)
         channel.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
 
     def schemas(self) -> Iterator[dict[str, Any]]:
-        """Yield the schema of each tool, in OpenAI's form."""
+        """Yield the schema of each tool, in OpenAI's form.
+
+        Raises:
+            McpError: the list is malformed, or has more than `MOST_PAGES` pages.
+        """
         cursor: dict[str, Any] = {}
-        while True:
-            page = self._ask("tools/list", **cursor)
-            for tool in page["tools"]:
+        for _ in range(MOST_PAGES):
+            page = self._ask(_Page, "tools/list", **cursor)
+            for tool in page.tools:
                 own = {
-                    "name": tool["name"],
-                    "description": tool.get("description", ""),
-                    "parameters": tool["inputSchema"],
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
                 }
                 yield {"type": "function", "function": own}
-            if not page.get("nextCursor"):
+            if not page.next_cursor:
                 return
-            cursor = {"cursor": page["nextCursor"]}
+            cursor = {"cursor": page.next_cursor}
+        raise McpError(f"the MCP server's list of tools has more than {MOST_PAGES} pages")
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool, and return the text of its result.
 
         Raises:
-            McpError: the tool reports an error.
+            McpError: the tool reports an error, or its result is malformed.
         """
-        result = self._ask("tools/call", name=name, arguments=arguments)
-        parts = [part.get("text", f"[{part['type']}]") for part in result.get("content", ())]
+        result = self._ask(_Result, "tools/call", name=name, arguments=arguments)
+        parts = [f"[{part.type}]" if part.text is None else part.text for part in result.content]
         text = "\n".join(parts)
-        if result.get("isError"):
+        if result.is_error:
             raise McpError(text)
         return text
 
@@ -94,13 +125,17 @@ class McpConnection:
         """End the connection."""
         self._channel.close()
 
-    def _ask(self, method: str, **parameters: Any) -> Message:
+    def _ask(self, kind: type[_Kind], method: str, **parameters: Any) -> _Kind:
+        """Send a request, and return its result as an object of some kind."""
         request = {"jsonrpc": "2.0", "id": next(self._ids), "method": method, "params": parameters}
         answer = self._channel.ask(request)
-        if "error" in answer:
-            raise McpError(str(answer["error"].get("message", answer["error"])))
-        result: Message = answer["result"]
-        return result
+        error = answer.get("error")
+        if error is not None:
+            raise McpError(str(error.get("message", error) if isinstance(error, dict) else error))
+        try:
+            return msgspec.convert(answer.get("result"), kind)
+        except msgspec.ValidationError as wrong:
+            raise McpError(f"the MCP server's answer to {method} is malformed: {wrong}") from None
 
 
 class StdioChannel:
@@ -156,6 +191,10 @@ class StdioChannel:
             if not more:
                 return
             self._unread += more
+            if len(self._unread) > MOST_BYTES and b"\n" not in self._unread:
+                raise McpError(
+                    f"the MCP server {self._command!r} printed a line of more than {MOST_BYTES >> 20} MiB"
+                )
 
     def tell(self, message: Message) -> None:
         """Send a message that has no answer."""
