@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -63,6 +65,10 @@ SETUPS = [
 PROBE_STEPS = 200
 """Steps of the run that measures steps per minute on this machine. Its first half does not count.
 """
+LONGEST = 1.25
+"""Longest duration of an executed run, as a multiple of the wanted one, if the machine is busier than in the probe."""
+ENDED = 128 + signal.SIGTERM
+"""Exit status of a run that saved itself after SIGTERM."""
 MINUTES_A_FAULT = 7
 """Minutes between two faults of one kind. A repair takes up to half a minute."""
 AGE = 20.0
@@ -139,7 +145,10 @@ def main() -> None:
             command = execute(
                 arguments.minutes, directory, EXECUTED[setup].settings, arguments.executed_steps
             )
-            is_sound &= _soak(f"executed.{setup}", [*COMMAND, *command], directory)
+            most_time = None if arguments.executed_steps else 60 * LONGEST * arguments.minutes
+            is_sound &= _soak(
+                f"executed.{setup}", [*COMMAND, *command], directory, most_time=most_time
+            )
     left = sorted(_shared_memory() - before)
     print(json.dumps({"name": "soak.shared_memory", "value": len(left), "unit": "files left"}))
     sys.exit(0 if is_sound and not left else 1)
@@ -226,6 +235,7 @@ def _soak(
     num_simulated: int = 0,
     *,
     keeps_results: bool = False,
+    most_time: float | None = None,
 ) -> bool:
     """Run a command and print its growth; return whether it ended correctly and did not grow.
 
@@ -235,11 +245,12 @@ def _soak(
         directory: where its output is written.
         num_simulated: steps of a simulation; 0 for an executed run.
         keeps_results: whether it keeps figures of each step until its end.
+        most_time: seconds from its first step after which it is asked to end (SIGTERM); None for no limit.
     """
     log = directory / f"{what}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
-        lives, seconds = _watch(process, log)
+        lives, seconds = _watch(process, log, most_time or inf)
     text = log.read_text()
     ledger_line = re.search(r"ledger: .*", text.replace("\n", " "))
     is_balanced = ledger_line is not None and "does not balance" not in ledger_line[0]
@@ -255,20 +266,21 @@ def _soak(
         "status": process.returncode,
         "ledger": ledger_line[0][:200] if ledger_line is not None else None,
     }
+    has_ended = process.returncode in ((0, ENDED) if most_time else (0,))
     does_grow = found["value"] > MOST_GROWTH
     if keeps_results:
         size = mean(size for curve in lives.values() for _, size in curve)
         found["bytes_a_step"] = round(found["value"] * size / (0.9 * num_simulated))
         does_grow = found["bytes_a_step"] > MOST_A_STEP
     print(json.dumps(found), flush=True)
-    if process.returncode:
+    if not has_ended:
         print(text[-2000:], file=sys.stderr)
-    return not process.returncode and is_balanced and not does_grow
+    return has_ended and is_balanced and not does_grow
 
 
-def _watch(process: subprocess.Popen[bytes], log: Path) -> tuple[Lives, float]:
+def _watch(process: subprocess.Popen[bytes], log: Path, most_time: float) -> tuple[Lives, float]:
     """Return the memory of each process of a command, read every second while it makes steps, and the seconds of these."""
-    began_at, first_step_at = time.monotonic(), 0.0
+    began_at, first_step_at, is_asked = time.monotonic(), 0.0, False
     lives: Lives = {}
     while process.poll() is None:
         now = time.monotonic() - began_at
@@ -280,6 +292,9 @@ def _watch(process: subprocess.Popen[bytes], log: Path) -> tuple[Lives, float]:
                         lives.setdefault(own, []).append((now, size))
         if not first_step_at and FIRST_STEP.search(log.read_bytes()):
             first_step_at = now
+        if first_step_at and now - first_step_at > most_time and not is_asked:
+            process.terminate()
+            is_asked = True
         time.sleep(1.0)
     ends = [(each.role in WORKERS, curve[-1][0]) for each, curve in lives.items()]
     end = max(at for is_worker, at in ends if is_worker or not any(each for each, _ in ends))
