@@ -90,9 +90,8 @@ class GenerationTime:
     def stream_end(self, train_time: Floats, fill: int = 1) -> Floats:
         """Return when trainers end that work on rollouts as they finish.
 
-        A trainer that is never idle while enough work waits ends at the maximum, over all
-        commands, of: the time when the last rollout of the command can be trained on, plus the
-        work that remains from then on.
+        A trainer that is never idle while enough work waits ends at the maximum over all commands.
+        Each command adds the work that remains to the time when its last rollout can be trained on.
 
         Args:
             train_time: seconds of training for all rollouts, for each trainer.
