@@ -86,8 +86,8 @@ class Fit:
 
 FITS = {
     "vllm-0.11": Fit(
-        name="vLLM 0.11.1, async scheduling, CUDA graphs",
-        versions=("0.11", "0.12", "0.13", "0.14"),
+        name="vLLM 0.11 and 0.12, async scheduling, CUDA graphs",
+        versions=("0.11", "0.12"),
         terms=("step", "layer", "logit"),
         start=Overheads(
             request=REQUEST,
@@ -99,7 +99,7 @@ FITS = {
         is_fitted=lambda row: (
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
-        note="decode steps in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
+        note="decode steps of 0.11.1 in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
         "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob` and "
         "`log_prob_step` from pull 57442",
     ),

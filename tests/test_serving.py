@@ -446,7 +446,7 @@ def test_a_run_chooses_the_engine_and_the_newest_fitted_vllm_is_the_default() ->
         for changes in ({}, {"costs.engine": "streamrl"})
     )
     assert papers.decode.base[1] > newest.decode.base[1]
-    assert any("vLLM 0.11.1" in source for source in newest.decode.provenance.sources)
+    assert any("vLLM 0.11 and 0.12" in source for source in newest.decode.provenance.sources)
     assert any("Figure 6" in source for source in papers.decode.provenance.sources)
 
 
@@ -454,6 +454,7 @@ def test_an_unknown_engine_is_refused_in_a_line_with_all_that_there_are() -> Non
     with pytest.raises(ValueError, match=r"costs\.engine: no engine 'vllm' in") as caught:
         Costs.load(small_run({"costs.engine": "vllm"}))
     assert all(name in str(caught.value) for name in ENGINES)
+    assert "vllm-0.11 (vLLM 0.11 and 0.12)" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -224,11 +224,19 @@ def known_engines() -> list[str]:
     return _names(PROFILES / "engines", ".toml")
 
 
+def _engine_title(name: str) -> str:
+    """Return an engine and its versions, without the settings that follow a comma."""
+    path = PROFILES / "engines" / f"{name}.toml"
+    title: str = read_toml(path)["name"]
+    return title.partition(",")[0]
+
+
 def check_engine(name: str) -> None:
-    """Raise `RunError`, with all names, if `costs.engine` is not in profiles/engines."""
+    """Raise `RunError`, with all names and their versions, if `costs.engine` is not in profiles/engines."""
     known = known_engines()
     if name not in known:
-        text = f"costs.engine: no engine {shown(name)} in profiles/engines; there is {', '.join(known)}"
+        named = ", ".join(f"{each} ({_engine_title(each)})" for each in known)
+        text = f"costs.engine: no engine {shown(name)} in profiles/engines; there is {named}"
         raise RunError("costs.engine", name, OneOf(known), text)
 
 

@@ -57,7 +57,8 @@ class CostsConfig(Section, frozen=True, kw_only=True):
     """
     engine: str = "vllm-0.11"
     """Source of the overhead of a decode step besides its operators: an engine and version in
-    `profiles/engines`.
+    `profiles/engines`. A name has one version of its profile: vllm-0.11 has figures of vLLM 0.11 and
+    0.12, vllm-0.19 of 0.15 to 0.19.
     """
     engine_version: str | None = None
     """Version of the engine that replicas will run, such as "0.24.0". Bands are wider if it is not a
