@@ -237,13 +237,14 @@ def _names_a_table(file: str, key: str) -> bool:
 
 
 def _joined(constants: Sequence[Constant]) -> Iterator[Constant]:
-    """Join the same key of all GPUs: their profiles have one line together."""
-    by_key: dict[tuple[str, str], list[Constant]] = defaultdict(list)
+    """Join the same key of all GPUs with one entry: their profiles have one line together."""
+    by_key: dict[tuple[str, str, str], list[Constant]] = defaultdict(list)
     for each in constants:
         folder = str(Path(each.where).parent)
         where = f"{folder}/*.toml" if folder.endswith("gpus") else each.where
-        by_key[where, each.key].append(each)
-    for (where, key), some in by_key.items():
+        by_key[where, each.key, each.what].append(each)
+    for (where, key, _), some in by_key.items():
+        where = where if len(some) > 1 else some[0].where
         counted = Counter(each.value for each in some).most_common()
         value = ", ".join(f"{value} ({n} times)" if n > 1 else value for value, n in counted[:3])
         if len(counted) > 3:
