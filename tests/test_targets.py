@@ -14,6 +14,7 @@ from streamrl.report.next_steps import (
     next_lines,
     option_lines,
     placeholders_text,
+    runners_text,
     verdict_lines,
 )
 from streamrl.runfile.errors import RunError
@@ -195,11 +196,16 @@ def test_an_option_is_named_if_it_can_be_run_by_more_than_the_one_of_the_plan_fi
     systems = ("one-step-async", "stream-async", "disaggregated")
     changes = [{**SHARDED, "policies.system": system} for system in systems]
     options = [
-        SimpleNamespace(number=number, carried_by=verdicts_of(each))
+        SimpleNamespace(number=number, carried_by=verdicts_of(each), is_offered=number < 3)
         for number, each in enumerate(changes, start=1)
     ]
     first: Any = SimpleNamespace(carried_by=options[0].carried_by, options=options)
-    assert list(option_lines(first)) == ["option 3 can also be run by: trl"]
+    excluded = "trl (your file excludes this option)"
+    assert list(option_lines(first)) == [f"option 3 can also be run by: {excluded}"]
+    none: Any = SimpleNamespace(carried_by=[], options=options[2:], best_to_run=None)
+    (line,) = option_lines(none)
+    assert line.startswith("option 3 can be run by: ") and line.endswith(f", {excluded}")
+    assert "option 3" in runners_text(none) and "could run it" in runners_text(none)
     third: Any = SimpleNamespace(carried_by=options[2].carried_by, options=options)
     assert list(option_lines(third)) == []
 

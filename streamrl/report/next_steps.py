@@ -43,7 +43,13 @@ def runners_text(plan: Plan) -> str:
     if able := _able(plan.carried_by):
         return f"It can be run by {able}."
     if plan.best_to_run is None:
-        return "Nothing here can run this plan, or another option, as it is."
+        others = [each for each in plan.options if any(of.can_run for of in each.carried_by)]
+        if not others:
+            return "Nothing here can run this plan, or another option, as it is."
+        return (
+            "Nothing here can run this plan, or another option that your file allows, as it is. "
+            f"Your file excludes option {others[0].number}: {_able(others[0].carried_by)} could run it."
+        )
     best = plan.options[plan.best_to_run - 1]
     whole = best.whole_run
     cost = f"{money(whole.dollars)} and " if whole.dollars else ""
@@ -79,7 +85,9 @@ def option_lines(plan: Plan) -> Iterator[str]:
     for option in plan.options:
         more = [each for each in option.carried_by if each.can_run and each.name not in able]
         if more:
-            yield f"option {option.number} can also be run by: {', '.join(map(_title, more))}"
+            also = "also " if able else ""
+            excluded = "" if option.is_offered else " (your file excludes this option)"
+            yield f"option {option.number} can {also}be run by: {', '.join(map(_title, more))}{excluded}"
 
 
 def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
