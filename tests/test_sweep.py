@@ -18,18 +18,19 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from streamrl.cli.simulate_sweep import make_study, run_study
 from streamrl.record.metrics import measure
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, read_study, write_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import change_run, decode_run, encode_run, load_run
-from streamrl.runfile.sweep import Axis, make_grid, parse_axis
+from streamrl.runfile.sweep import Axis, Grid, make_grid, parse_axis
 from streamrl.sim.parallel import spread_over
 from streamrl.sim.steady_state import simulate_steady
 from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
 from streamrl.sim.studies.results import StudyRow
-from streamrl.sim.studies.sweep import run_sweep
+from streamrl.sim.studies.sweep import SIMULATING, run_sweep
 from tests.command_line import streamrl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -516,3 +517,25 @@ def test_a_damaged_line_of_finished_simulations_is_refused(line: str, tmp_path: 
     file.write_bytes(b'["run", "inputs", "does not finish"]\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match=f"{file}: line 2 is no finished simulation: .*Remove"):
         FinishedJobs(file)
+
+
+@pytest.mark.parametrize("has_output", [True, False])
+def test_an_interrupted_study_says_what_has_finished_and_how_to_go_on(
+    has_output: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(grid: Grid, seeds: int, **options: Any) -> None:
+        options["watch"]("checking", 2, 2)
+        options["watch"](SIMULATING, 3, 8)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamrl.cli.simulate_sweep.run_sweep", interrupted)
+    study = make_study(RUN, ["rollout.replicas=8,16"], (), None, ())
+    output = tmp_path / "out" if has_output else None
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, output, skips=False, as_json=False, intervals=False)
+    then = "kept in" if has_output else "with --output DIR, an interrupted study keeps"
+    said = capsys.readouterr().err
+    assert re.search(rf"interrupted: 3 of 8 simulations were finished; .*{then}", said)

@@ -21,6 +21,9 @@ from streamrl.workload.workload import SimulatedWorkload
 Watch = Callable[[str, int, int], None]
 """Called with the current work, the number of finished jobs, and the total."""
 
+SIMULATING = "simulating"
+"""What `watch` is told while simulations run."""
+
 
 def run_sweep(
     grid: Grid,
@@ -73,7 +76,7 @@ def _simulate(
     tasks = [(cell, cell.run.seed + offset) for cell in grid.cells for offset in range(num_seeds)]
     runs = [encode_run(replace(cell.run, seed=seed)) for cell, seed in tasks]
     missing = jobs.missing(runs)
-    answers(pool, _measure, missing, _counted(watch, "simulating", len(missing)), jobs.add)
+    answers(pool, _measure, missing, _counted(watch, SIMULATING, len(missing)), jobs.add)
     found = [jobs.find(run) for run in runs]
     unfinished: dict[tuple[int, ...], RejectedCell] = {}
     for (cell, seed), each in zip(tasks, found, strict=True):

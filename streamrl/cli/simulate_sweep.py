@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from streamrl.report.study_report import (
 )
 from streamrl.runfile.sweep import make_grid, parse_axis
 from streamrl.sim.studies.finished_jobs import FINISHED
-from streamrl.sim.studies.sweep import run_sweep
+from streamrl.sim.studies.sweep import SIMULATING, run_sweep
 
 
 def make_study(
@@ -101,14 +102,34 @@ def _print(
         console.print(f"\nwritten to {output}: {names}", highlight=False)
 
 
+def _say_interrupted(done: int, total: int, finished: Path | None) -> None:
+    """Say on stderr how many of the simulations that were missing have finished, and how to go on."""
+    if finished is None:
+        then = "nothing is kept; with --output DIR, an interrupted study keeps what has finished"
+    else:
+        then = f"they are kept in {finished}, and the same command continues after them"
+    text = f"streamrl: interrupted: {done} of {total} simulations were finished; {then}"
+    print(text, file=sys.stderr, flush=True)
+
+
 def _simulate(study: Study, finished: Path | None, *, skips: bool) -> StudyResult:
     """Return a study's rows, with a progress bar on a terminal."""
     grid = make_grid(study.load, study.overrides, study.axes, skips=skips)
     with make_progress() as progress:
         task = progress.add_task("study", total=len(grid.cells), facts="")
+        simulated = 0, len(grid.cells) * study.num_seeds
 
         def watch(what: str, done: int, total: int) -> None:
+            nonlocal simulated
+            if what == SIMULATING:
+                simulated = done, total
             progress.update(task, completed=done, total=total, facts=what)
 
-        grid, rows = run_sweep(grid, study.num_seeds, skips=skips, watch=watch, finished=finished)
+        try:
+            grid, rows = run_sweep(
+                grid, study.num_seeds, skips=skips, watch=watch, finished=finished
+            )
+        except KeyboardInterrupt:
+            _say_interrupted(*simulated, finished)
+            raise
     return StudyResult(study, grid, rows)
