@@ -194,6 +194,14 @@ def _check_promotion(
             raise RunError(key, policies.promote, OneOf([None]), text)
 
 
+def _pushes_late(policies: PoliciesConfig) -> bool:
+    """Return whether a barrier holds weights back while rollouts of later steps are generated."""
+    sync, most = policies.weight_sync, policies.max_staleness
+    if most is None:
+        return sync == "barrier" and policies.system in ("stream-async", "fully-async")
+    return most > 0 and (sync == "barrier" or (sync is None and policies.system == "disaggregated"))
+
+
 def _check_lending(policies: PoliciesConfig, lending: LendingConfig | None) -> None:
     """Refuse to lend GPUs where a policy reckons with one kind of replica, or with replicas that stay."""
     if lending is None:
@@ -214,6 +222,10 @@ def _check_lending(policies: PoliciesConfig, lending: LendingConfig | None) -> N
         key = "policies.system"
         text = f"{key} 'one-step-async' does not work with [lending], because its weights are pushed only when no rollout is left; set it to 'stream-async', or remove [lending]"
         raise RunError(key, policies.system, None, text, ("lending",))
+    if _pushes_late(policies):
+        key = "policies.weight_sync"
+        text = f"{key} 'barrier' does not work with [lending] if rollouts may be stale, because weights are pushed only when no rollout is left; set {key} to 'drain-then-load', or policies.max_staleness to 0"
+        raise RunError(key, policies.weight_sync, None, text, ("policies.max_staleness", "lending"))
     if policies.promote is not None:
         text = f"policies.promote {policies.promote!r} does not work with [lending], which uses the GPUs of trainer 0; remove one of them"
         raise RunError("policies.promote", policies.promote, OneOf([None]), text, ("lending",))
