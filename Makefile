@@ -27,6 +27,7 @@
 # Reliability:
 #   make faults          planned faults in every system; writes docs/reliability.md; twenty minutes
 #   make matrix          every role, dead, hung, stuck or slow at each command, on every back end; writes docs/fault-matrix.md; an hour
+#   make notices         1,000 random notices of spot machines, simulated and executed; five minutes
 #   make kills           forty processes killed at random moments; ten minutes
 #   make soak            memory growth below 2 %: 20,000 simulated steps, and an hour of executed steps under faults on each back end; six hours
 # Speed:
@@ -90,7 +91,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -271,6 +272,9 @@ bench-sensitivity: $(READY)
 
 bench-offers: $(READY)
 	$(BIN)/python benchmarks/bench_offers.py
+
+notices: $(READY)
+	$(BIN)/python -m tests.whole_notices
 
 kills: $(READY)
 	$(BIN)/python -m benchmarks.bench_kills

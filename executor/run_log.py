@@ -17,8 +17,10 @@ from streamrl.engine.messages import (
     Generate,
     Lend,
     LoadWeights,
+    MachineReplaced,
     Promote,
     PushWeights,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStarted,
     Resize,
@@ -117,6 +119,12 @@ class RunLog:
                 self._write_trainer_loss(trainer, reason, commands)
             case Failed(command, reason):
                 self._write_failure(command, reason, commands)
+            case ReplicaLeaving(replica, warning):
+                self._write_notice(replica, warning)
+            case MachineReplaced(replica):
+                if self._lacks_replica(commands):
+                    self._lost_replicas.append(replica)
+                self._inform(f"a machine is there in place of that of replica {replica}")
             case ReplicaStarted(replica, version):
                 self._write_replica_start(replica, version)
             case TrainerStarted(trainer, version) if trainer in self._lost_trainers:
@@ -140,6 +148,14 @@ class RunLog:
             f"{what}; {self._replacement(commands)}"
         )
 
+    def _write_notice(self, replica: int, warning: float) -> None:
+        leaving = self._state.fleet.replicas.get(replica)
+        if leaving is not None:
+            rollouts = f"its {_count(len(leaving.rollouts), 'rollout')} finish or move in time"
+            self._warn(
+                f"the machine of replica {replica} is taken away in {warning:g} s; {rollouts}"
+            )
+
     def _where_rollouts_go(self) -> str:
         verb = "restarts" if self._num_rollouts == 1 else "restart"
         serving = self._state.fleet.serving()
@@ -157,15 +173,17 @@ class RunLog:
             return f"the run stops: {stop.reason}"
         if (start := _first(StartReplica, commands)) is not None:
             return f"replica {start.replica} starts in its place"
-        if self._state.is_stopping or not self._lacks_replica(commands):
+        if self._state.is_stopping:
             return "no replacement is needed"
+        if not self._lacks_replica(commands):
+            is_away = bool(self._state.fleet.away)
+            return "a replacement waits for a machine" if is_away else "no replacement is needed"
         return "a replacement starts after the next push"
 
     def _lacks_replica(self, commands: Sequence[Command]) -> bool:
         """Return whether a lost replica has a replacement, or should get one."""
         fleet = self._state.fleet
-        is_missing = len(fleet.replicas) < fleet.num_wanted
-        return is_missing or _first(StartReplica, commands) is not None
+        return fleet.num_lacking > 0 or _first(StartReplica, commands) is not None
 
     def _write_trainer_loss(self, trainer: int, reason: str, commands: Sequence[Command]) -> None:
         self._lost_trainers.add(trainer)

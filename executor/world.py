@@ -32,10 +32,12 @@ from streamrl.engine.messages import (
     Lend,
     Lent,
     LoadWeights,
+    MachineReplaced,
     Postpone,
     Promote,
     PromptsDrawn,
     PushWeights,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStopped,
     Resize,
@@ -89,6 +91,7 @@ from streamrl.executor.roles import (
 )
 from streamrl.executor.rollout.replica import Replica
 from streamrl.executor.run_log import RunLog
+from streamrl.executor.subscribers.attach_requests import Notice
 from streamrl.executor.subscribers.membership import Membership
 from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 from streamrl.executor.subscribers.stream import GroupStream
@@ -140,6 +143,12 @@ class RealWorld(World[Trace]):
         self._held_out = held_out
         self._log = RunLog(engine.state, trace.run.secondary_trainer_names)
         self._replicas: dict[int, Replica] = {}
+        self._kinds: dict[int, int] = {}
+        """Kind of each replica that starts or runs."""
+        self._stopping: set[int] = set()
+        """Replicas that are being stopped: their end is no loss, even if they die before."""
+        self._leaving: dict[int, asyncio.Event] = {}
+        """Events of replicas whose machines will be taken away; each is set when its replica has ended."""
         self._verifier = verifier
         self._episodes = episodes
         struck = {each.fault for each in read_struck(directory.path)}
@@ -160,7 +169,9 @@ class RealWorld(World[Trace]):
         self._stream = GroupStream(
             directory.path, trace.run.algorithm.group_size, trace.run.execute, buffer
         )
-        self.members = Membership(trace, records, self._trainers, launcher, buffer, self)
+        self.members = Membership(
+            trace, records, self._trainers, launcher, buffer, self, self.give_notices
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._working: dict[int, asyncio.Task[Any]] = {}
         """Tasks of running commands, by number of the watchdog."""
@@ -261,7 +272,10 @@ class RealWorld(World[Trace]):
         """Start `command` as a task; tasks start in the order of these calls."""
         if isinstance(command, LoadWeights | Lend | StartReplica):
             self._transfer.hold(command.version)
+        if isinstance(command, StartReplica):
+            self._kinds[command.replica] = command.kind
         if isinstance(command, StopReplica):
+            self._stopping.add(command.replica)
             self._replicas[command.replica].expect_end()
         self._trainers.see_asked(command, self.engine.version)
         task = asyncio.get_running_loop().create_task(self._carry_out(command))
@@ -468,7 +482,10 @@ class RealWorld(World[Trace]):
 
     async def _load(self, command: LoadWeights) -> Event:
         replica = self._replica(command.replica)
-        return await replica.load(command, self._transfer.fetch(command.version, command.replica))
+        fetched = self._transfer.fetch(command.version, command.replica)
+        loaded = await replica.load(command, fetched)
+        self._replica(command.replica)  # it may have been lost after its answer
+        return loaded
 
     @property
     def _lent_gpus(self) -> LentGpus:
@@ -482,6 +499,7 @@ class RealWorld(World[Trace]):
         await self._lent_gpus.lend(command.replica)
         fetched = self._transfer.fetch(command.version, command.replica)
         checksum = await replica.lend(command, fetched)
+        self._replica(command.replica)  # it may have been lost after its answer
         return Lent(command.replica, command.version, self.now - began_at, checksum)
 
     async def _take_back(self, command: TakeBack) -> Event:
@@ -490,6 +508,7 @@ class RealWorld(World[Trace]):
         await replica.take_back()
         began_at = self.now
         await self._lent_gpus.take_back(command.replica)
+        self._replica(command.replica)  # it may have been lost meanwhile
         return TakenBack(command.replica, self.now - began_at)
 
     def _replica(self, number: int) -> Replica:
@@ -553,11 +572,14 @@ class RealWorld(World[Trace]):
     # Failures and the end of the run --------------------------------------------------------------
 
     async def _watch_commands(self) -> None:
-        """Give up commands that hang, until cancelled."""
+        """Give up commands that hang, and pass on notices of the launcher, until cancelled."""
         while True:
             await asyncio.sleep(TICK)
             if (reason := self._limit(self.now)) is not None and not self._is_interrupted:
                 self.interrupt(reason)
+            for replica, seconds in self._launcher.leaving().items():
+                if replica in self._kinds and replica not in self._leaving:
+                    self.give_notices(Notice((replica,), seconds, 0.0))
             for hanging in self._watchdog.tick():
                 self._give_up(*hanging)
 
@@ -619,11 +641,55 @@ class RealWorld(World[Trace]):
 
     def _lose_replica(self, replica_id: int, reason: str) -> None:
         """Report a replica's loss once, when the first of its commands fails."""
+        if replica_id in self._stopping:
+            return
         if self._replicas.pop(replica_id, None) is not None:
             self._free(replica_id)
             self.emit(ReplicaLost(replica_id, reason))
 
+    def give_notices(self, notice: Notice) -> str:
+        """Announce that machines are taken away; take them away when it is time, and return a message for the user.
+
+        Raises:
+            ValueError: a replica does not run, or has GPUs of the primary trainer.
+        """
+        lent = self._run.rollout.num_kinds
+        own = sorted(number for number, kind in self._kinds.items() if kind != lent)
+        chosen = list(dict.fromkeys(notice.replicas)) or own
+        if self._turns is not None:
+            raise ValueError("replicas share their GPUs with the trainer, which cannot leave")
+        for replica in chosen:
+            if self._kinds.get(replica) == lent:
+                raise ValueError(f"replica {replica} is on GPUs of the trainer, which cannot leave")
+            if replica not in own:
+                running = ", ".join(map(str, own)) or "none"
+                raise ValueError(f"replica {replica} does not run; running are: {running}")
+        for replica in chosen:
+            self._leaving.setdefault(replica, asyncio.Event())
+            self.emit(ReplicaLeaving(replica, notice.warning))
+            task = asyncio.get_running_loop().create_task(self._take_machine(replica, notice))
+            self._tasks.add(task)
+            task.add_done_callback(self._end_task)
+        return (
+            f"replicas leave within {notice.warning:g} s: {', '.join(map(str, chosen)) or 'none'}"
+        )
+
+    async def _take_machine(self, replica: int, notice: Notice) -> None:
+        """End a replica as the loss of its machine would, and report the machine that replaces it."""
+        ended = self._leaving.get(replica)
+        await asyncio.sleep(notice.warning)
+        if replica in self._replicas:
+            self._replicas[replica].kill("was killed: its machine was taken away")
+        if ended is not None:
+            await ended.wait()
+        await asyncio.sleep(notice.replacement_time)
+        self.emit(MachineReplaced(replica))
+
     def _free(self, replica: int) -> None:
+        self._kinds.pop(replica, None)
+        self._stopping.discard(replica)
+        if (ended := self._leaving.pop(replica, None)) is not None:
+            ended.set()
         if self._lent is not None:
             self._lent.forget(replica)
         self._transfer.leave(replica)

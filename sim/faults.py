@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from math import inf
+from math import inf, log, log1p, sqrt
 from typing import Any, NamedTuple, Protocol, assert_never
 
 import numpy as np
@@ -23,8 +23,10 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.failure_rates import (
+    notices_per_gpu_day,
     replica_gpu_failures_per_day,
     trainer_gpu_failures_per_day,
 )
@@ -35,9 +37,10 @@ from streamrl.sim.trainer import Trainer
 from streamrl.sim.verifier import Verifier
 from streamrl.sim.world_interface import WorldInterface
 
-STREAM, TRAINER_STREAM = 0xFA11, 0xFA12
+STREAM, TRAINER_STREAM, NOTICE_STREAM, REPLACEMENT_STREAM = 0xFA11, 0xFA12, 0xFA13, 0xFA14
 """Random streams of failures, separate from those of lengths and prompts for every seed."""
 REASON = "a GPU failed"
+TAKEN = "its spot machine was taken away"
 
 
 def time_to_failure(failures_per_day: float, seed: int, *stream: int) -> float:
@@ -57,31 +60,52 @@ def time_to_failure(failures_per_day: float, seed: int, *stream: int) -> float:
     return float(np.random.default_rng([seed, *stream]).exponential(1 / rate))
 
 
+def replacement_time(pool: PoolConfig, seed: int, replica: int) -> float:
+    """Return the seconds from the loss of a replica's spot machine to its replacement.
+
+    They are log-normal with the mean m and the relative standard deviation c of the pool: the
+    variance of the logarithm is ln(1 + c^2), and its mean is ln(m) minus half of that.
+    """
+    mean, variation = pool.spot_replacement_time, pool.spot_replacement_variation
+    if not mean or not variation:
+        return mean
+    variance = log1p(variation**2)
+    source = np.random.default_rng([seed, REPLACEMENT_STREAM, replica])
+    return float(source.lognormal(log(mean) - variance / 2, sqrt(variance)))
+
+
 class Failures:
-    """Lets replicas and trainers die at random times."""
+    """Lets replicas and trainers die at random times, and spot machines go after a notice."""
 
     def __init__(
         self,
         around: WorldInterface,
         lose_replica: Callable[[int, str], None],
         lose_trainer: Callable[[int, str], None],
+        give_notice: Callable[[int, float], None],
     ) -> None:
         self._around = around
         self._lose_replica = lose_replica
         self._lose_trainer = lose_trainer
+        self._give_notice = give_notice
         self._num_started: dict[int, int] = {}
         """Starts of each trainer so far."""
 
     def watch(self, replica: Replica) -> None:
-        """Schedule the failure of a new replica; it has no effect if the replica is gone by then."""
+        """Schedule the failure and the notice of a new replica; they have no effect if it is gone by then."""
         run = self._around.run_file
         if replica.kind == run.rollout.num_kinds:
             return  # the failures of the trainer's GPUs are those of the trainer
         config = run.rollout.kinds[replica.kind]
-        rate = replica_gpu_failures_per_day(run.failures, run.cluster.pools[config.pool])
+        pool = run.cluster.pools[config.pool]
+        rate = replica_gpu_failures_per_day(run.failures, pool)
         seconds = time_to_failure(rate * config.gpus_per_replica, run.seed, STREAM, replica.id)
         if seconds < inf:
             self._around.env.process(self._fail(replica, seconds, self._lose_replica))
+        per_day = notices_per_gpu_day(pool) * config.gpus_per_replica
+        seconds = time_to_failure(per_day, run.seed, NOTICE_STREAM, replica.id)
+        if seconds < inf:
+            self._around.env.process(self._notice(replica, seconds, pool.spot_warning))
 
     def watch_trainer(self, trainer: Trainer) -> None:
         """Schedule the failure of a new trainer, if the run has trainer failures."""
@@ -102,6 +126,13 @@ class Failures:
         yield self._around.env.timeout(seconds)
         if not who.has_stopped:
             lose(who.id, REASON)
+
+    def _notice(
+        self, replica: Replica, seconds: float, warning: float
+    ) -> Generator[simpy.Event, Any, None]:
+        yield self._around.env.timeout(seconds)
+        if not replica.has_stopped:
+            self._give_notice(replica.id, warning)
 
 
 Process = Generator[simpy.Event, Any, None]

@@ -23,6 +23,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import (
     replica_failures_per_day,
+    replica_notices_per_day,
     trainer_gpu_failures_per_day,
 )
 from streamrl.runfile.units import SECONDS_PER_DAY
@@ -201,6 +202,7 @@ class Enough:
         """Return whether too few failures occurred, in a run where enough are to be expected."""
         run, pools = self._run, self._run.cluster.pools
         per_day = replica_failures_per_day(run.failures, run.rollout.kinds, pools)
+        per_day += replica_notices_per_day(run.rollout.kinds, pools)
         of_one = trainer_gpu_failures_per_day(run.failures, pools[run.trainer.pool])
         per_day += of_one * run.trainer.num_gpus
         expected = per_day * run.simulate.max_steps * step_time / SECONDS_PER_DAY

@@ -25,10 +25,12 @@ from streamrl.engine.messages import (
     Generated,
     Lend,
     LoadWeights,
+    MachineReplaced,
     Postpone,
     Promote,
     PromptsDrawn,
     PushWeights,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStarted,
     ReplicaStopped,
@@ -66,7 +68,13 @@ from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.cpu_contention import Cores
 from streamrl.sim.environment import Environments
 from streamrl.sim.evaluation import HeldOut
-from streamrl.sim.faults import CAN_BE_LOST, Failures, SimFaults
+from streamrl.sim.faults import (
+    CAN_BE_LOST,
+    TAKEN,
+    Failures,
+    SimFaults,
+    replacement_time,
+)
 from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
 from streamrl.sim.trace import StepTrace
@@ -206,7 +214,13 @@ class SimWorld(World[Trace]):
         self.verifier = Verifier(self)
         environment = run.environment
         self.environments = None if environment is None else Environments(self, environment)
-        self._failures = Failures(self, self.lose, self.lose_trainer)
+        self._failures = Failures(self, self.lose, self.lose_trainer, self.give_notice)
+        self._kinds: dict[int, int] = {}
+        """Kind of each replica that starts or serves, until it stops or is lost."""
+        self._stopping: set[int] = set()
+        """Replicas that are being stopped."""
+        self._taken: set[int] = set()
+        """Replicas whose machines went while they started."""
         self.faults = SimFaults(self) if run.faults else None
         if self.faults is not None:
             self._prepare = dict.fromkeys(CAN_BE_LOST, self.faults.result)
@@ -340,8 +354,11 @@ class SimWorld(World[Trace]):
             case DrawPrompts():
                 self._draw(command)
             case StartReplica():
+                self._kinds[command.replica] = command.kind
                 self.env.process(self._start_replica(command))
             case StopReplica():
+                self._kinds.pop(command.replica, None)  # nothing can happen to it any more
+                self._stopping.add(command.replica)
                 self.env.process(self._stop_replica(command))
             case Promote():
                 self._leads_as = command.trainer
@@ -386,8 +403,10 @@ class SimWorld(World[Trace]):
 
     def lose(self, replica_id: int, reason: str) -> None:
         """Let a replica die."""
+        self._kinds.pop(replica_id, None)
         ends = self._take_away(replica_id)
-        self.emit(ReplicaLost(replica_id, reason))
+        if replica_id not in self._stopping:  # else an event on its way has led to its stop
+            self.emit(ReplicaLost(replica_id, reason))
         self._fail(ends, reason)
 
     def lose_trainer(self, trainer_id: int, reason: str) -> None:
@@ -436,6 +455,11 @@ class SimWorld(World[Trace]):
     def _start_replica(self, command: StartReplica) -> Generator[simpy.Event, Any, None]:
         seconds, emit = self.costs.of_kind(command.kind).message_time, self.emit
         yield self.env.timeout(seconds + self.run_file.rollout.start_time)
+        if command.replica in self._taken:
+            self._taken.discard(command.replica)
+            del self._kinds[command.replica]
+            self.emit(Failed(command, TAKEN))
+            return
         if seconds:
             channel = self._channels[command.replica] = DelayedChannel(self.env, seconds, self.emit)
             emit = channel.emit
@@ -451,7 +475,9 @@ class SimWorld(World[Trace]):
 
     def _stop_replica(self, command: StopReplica) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(0)  # let the process that emitted the causing event finish first
-        self._take_away(command.replica)
+        if command.replica in self.replicas:
+            self._take_away(command.replica)
+        self._stopping.discard(command.replica)
         self.emit(ReplicaStopped(command.replica))
 
     def _start_trainer(self, command: StartTrainer) -> None:
@@ -475,6 +501,27 @@ class SimWorld(World[Trace]):
     def _wake(self, command: WakeAt) -> Generator[simpy.Event, Any, None]:
         yield self.env.timeout(max(0.0, command.time - self.now))
         self.emit(Woke(command.time))
+
+    def give_notice(self, replica_id: int, warning: float) -> None:
+        """Announce that a replica's machine is taken away in `warning` seconds, and take it away then."""
+        kind = self._kinds.get(replica_id)
+        if kind is not None:
+            self.emit(ReplicaLeaving(replica_id, warning))
+            self.env.process(self._take_machine(replica_id, kind, warning))
+
+    def _take_machine(
+        self, replica_id: int, kind: int, warning: float
+    ) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(warning)
+        if replica_id in self._kinds:
+            if replica_id in self.replicas:
+                self.lose(replica_id, TAKEN)
+            else:
+                self._taken.add(replica_id)
+        run = self.run_file
+        pool = run.cluster.pools[run.replica_kinds[kind].pool]
+        yield self.env.timeout(replacement_time(pool, run.seed, replica_id))
+        self.emit(MachineReplaced(replica_id))
 
 
 def simulate(run: Run, watch: Callable[[int], None] = lambda version: None) -> Trace:

@@ -162,6 +162,9 @@ class ScriptedLauncher:
     def free(self, replica_id: int) -> None:
         self.replicas.pop(replica_id, None)
 
+    def leaving(self) -> dict[int, float]:
+        return {}
+
     def place_of(self, replica_id: int) -> str:
         return "here"
 

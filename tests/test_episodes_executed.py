@@ -28,6 +28,7 @@ from streamrl.executor.environment.session import (
     Session,
 )
 from streamrl.executor.launchers.handles import WorkerLostError
+from streamrl.executor.subscribers.attach_requests import Notice
 from streamrl.executor.trainer.step_record import step_samples
 from streamrl.executor.world import RealWorld
 from streamrl.record.recorded_inputs import recorded_inputs
@@ -127,6 +128,10 @@ def kill_replica(world: RealWorld) -> None:
     replicas[min(replicas)].kill("was killed by a test")
 
 
+def announce_loss(world: RealWorld) -> None:
+    world.give_notices(Notice((min(world._replicas),), 0.02, 0.0))
+
+
 def kill_trainer(world: RealWorld) -> None:
     world._launcher.trainers[-1].kill("was killed by a test")  # type: ignore[attr-defined]
 
@@ -137,6 +142,7 @@ def kill_trainer(world: RealWorld) -> None:
         (kill_environments, "replay"),
         (kill_host, "restart"),
         (kill_replica, "replay"),
+        (announce_loss, "replay"),
         (kill_trainer, "restart"),
     ],
 )

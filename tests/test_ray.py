@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
-from streamrl.engine.messages import ReplicaLost, TrainerLost, WeightsLoaded, WeightsPushed
+from streamrl.engine.messages import (
+    ReplicaLeaving,
+    ReplicaLost,
+    ReplicaStopped,
+    TrainerLost,
+    WeightsLoaded,
+    WeightsPushed,
+)
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.restarts import ledger_of_run
 from tests.command_line import streamrl
@@ -161,6 +168,25 @@ def test_a_node_that_dies_costs_no_rollout(nodes: Nodes, tmp_path: Path) -> None
     assert killed
     trace = check(tmp_path, json.loads(done.stdout)["ledger"])
     assert ReplicaLost in [type(entry.event) for entry in trace.entries]
+
+
+def test_replicas_of_a_node_that_drains_move_their_rollouts(nodes: Nodes, tmp_path: Path) -> None:
+    settings = ("algorithm.steps=24", "policies.max_restarts=0", "rollout.max_tokens=32")
+    driver = driver_of(tmp_path, *options(nodes.address, *settings))
+    wait_for_lines(tmp_path, 2, driver)
+    drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address]
+    node = ["--node-id", nodes.nodes["second"].node_id, "--deadline-remaining-seconds", "5"]
+    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    subprocess.run([*drain, *node, *why], check=True)
+    assert driver.wait(300) == 0, (tmp_path / "driver.log").read_text()
+    nodes.kill("second")
+    nodes.mend()
+    run = tmp_path / "run"
+    trace = check(tmp_path, to_builtins(ledger_of_run(read_trace(run / "trace.jsonl"), run)))
+    left = [e.event.replica for e in trace.entries if isinstance(e.event, ReplicaLeaving)]
+    stopped = [e.event.replica for e in trace.entries if isinstance(e.event, ReplicaStopped)]
+    assert left and left[0] in stopped
+    assert not [e.event for e in trace.entries if isinstance(e.event, ReplicaLost)]
 
 
 def driver_of(directory: Path, *arguments: str) -> subprocess.Popen[bytes]:

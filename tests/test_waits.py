@@ -75,6 +75,7 @@ OTHER_WAITS = {
     "verifier/fork_server_process.py:_listen": f"each score has a time limit of its own; {GONE}",
     "verifier/fork_server_process.py:close": KILLED,
     "verifier/reward_pool.py:_take": "the next exchange may come at any time; the run cancels it at its end",
+    "world.py:_take_machine": "a replica whose worker was stopped or killed; the watchdog bounds both",
     "world.py:_push": "pauses between attempts of a push, which have their own end",
     "world.py:run": "the end of the run; the watchdog and policies.max_step_time end a run without progress",
 }

@@ -102,6 +102,10 @@ class Launcher(ABC):
     def free(self, replica_id: int) -> None:
         """Release the GPUs of a replica that has ended."""
 
+    def leaving(self) -> dict[int, float]:
+        """Return the replicas whose machines will be taken away, with the seconds until then."""
+        return {}
+
     @abstractmethod
     def place_of(self, replica_id: int) -> str:
         """Return the place where a replica loads weights; replicas of one place share a relay."""

@@ -13,6 +13,7 @@ A resource marks the pool of a node: `ray start --resources='{"pool-NAME": 1}'`.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import ray
@@ -41,6 +42,18 @@ from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 
 Bundle = dict[str, float]
+DRAIN_TIME = 120.0
+"""Seconds that replicas have on a node that drains without a deadline: as long as AWS warns. Assumed."""
+
+
+def time_left(deadline: int, now: float) -> float:
+    """Return the seconds until a node goes.
+
+    Args:
+        deadline: Unix time in milliseconds; 0 if Ray knows none.
+        now: Unix time in seconds.
+    """
+    return max(0.0, deadline / 1e3 - now) if deadline else DRAIN_TIME
 
 
 class RayLauncher(Launcher):
@@ -61,6 +74,17 @@ class RayLauncher(Launcher):
     def free(self, replica_id: int) -> None:
         """Forget the node of a replica; Ray releases its GPUs when its placement group is removed."""
         self._node_of.pop(replica_id, None)
+
+    def leaving(self) -> dict[int, float]:
+        """Return the replicas on nodes that Ray drains, with the seconds until these nodes go."""
+        draining: dict[str, int] = ray._private.state.state.get_draining_nodes()
+        if not draining:
+            return {}
+        return {
+            replica: time_left(draining[node], time.time())
+            for replica, node in self._node_of.items()
+            if node in draining
+        }
 
     def place_of(self, replica_id: int) -> str:
         """Return the node of a replica; replicas of one node share a relay."""

@@ -1,4 +1,4 @@
-"""Ask a running job to attach or detach a trainer, and record which trainers are attached.
+"""Ask a running job to attach or detach a trainer, or tell it of a notice; record which trainers are attached.
 
 | file in the run directory | content                                                                           |
 |---------------------------|-----------------------------------------------------------------------------------|
@@ -89,7 +89,18 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-ControlRequest: TypeAlias = Attach | Detach
+class Notice(msgspec.Struct, frozen=True, tag=True):
+    """Announce that the machines of replicas will be taken away."""
+
+    replicas: tuple[int, ...]
+    """Their numbers; all replicas where empty."""
+    warning: float
+    """Seconds until the machines go."""
+    replacement_time: float
+    """Seconds from then until other machines are there in their place."""
+
+
+ControlRequest: TypeAlias = Attach | Detach | Notice
 
 
 class ControlAnswer(msgspec.Struct, frozen=True):

@@ -1,9 +1,10 @@
-"""Attach trainers to a running job and detach them; a resume restores the same membership."""
+"""Serve requests to a running job: attach and detach trainers, and pass on notices. A resume restores the trainers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -22,6 +23,7 @@ from streamrl.executor.subscribers.attach_requests import (
     ControlFiles,
     ControlRequest,
     Detach,
+    Notice,
     read_attached,
     write_attached,
 )
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Attaches and detaches trainers, and records the membership for a resume."""
+    """Attaches and detaches trainers, records the membership for a resume, and passes on notices."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Membership:
         launcher: Launcher,
         buffer: RolloutBuffer,
         world: World[Trace],
+        give_notices: Callable[[Notice], str],
     ) -> None:
         self._trace = trace
         self._records = records
@@ -55,6 +58,7 @@ class Membership:
         self._launcher = launcher
         self._buffer = buffer
         self._world = world
+        self._give_notices = give_notices
         attached = read_attached(records.path)
         names = trace.run.secondary_trainer_names
         self._num_in_file = len(names) - sum(s["name"] in names for s in attached.followers)
@@ -128,7 +132,7 @@ class Membership:
             answer = ControlAnswer(await self._carry_out(request))
         except (ValueError, RuntimeError) as error:
             answer = ControlAnswer(str(error), is_refused=True)
-            logger.warning(f"request to attach or detach a trainer refused: {error}")
+            logger.warning(f"request refused: {error}")
         files.answer(path, answer)
 
     async def _carry_out(self, request: ControlRequest | ValueError) -> str:
@@ -137,6 +141,8 @@ class Membership:
                 return self.attach(section)
             case Detach(name):
                 return await self.detach(name)
+            case Notice():
+                return self._give_notices(request)
             case ValueError():
                 raise request
             case _:

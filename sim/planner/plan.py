@@ -480,6 +480,25 @@ class PlannedLending(msgspec.Struct, frozen=True, kw_only=True):
     """Why the plan cannot lend; empty if it can."""
 
 
+class SpotSavings(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run on spot machines, and on the same machines on demand without interruptions; means over seeds."""
+
+    share: Number = 0.0
+    """Dollars saved, as a share of those on demand."""
+    interval: tuple[float, float] = (0.0, 0.0)
+    """95 % interval of that mean, over the seeds. It has sampling error alone."""
+    dollars: NotNegative = 0.0
+    dollars_on_demand: NotNegative = 0.0
+    seconds: NotNegative = 0.0
+    """Wall time."""
+    seconds_on_demand: NotNegative = 0.0
+    num_notices: NotNegative = 0.0
+    """Expected notices to replicas in the whole run."""
+    num_seeds: Count = 0
+    reason: str = ""
+    """Why the run on one of the two did not end; empty if both did."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The complete result of `streamrl plan`."""
 
@@ -499,6 +518,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that the chosen plan rents in part."""
     lending: PlannedLending | None = None
     """What lending GPUs of the trainer changes; None if the run file has no `[lending]`."""
+    spot: SpotSavings | None = None
+    """What spot machines save; None if no used pool has an `on_demand_price`."""
     limits: dict[str, NotNegative] = {}
     """The limits of `[plan]`, by key: dollars, and the seconds of the deadline."""
     simulated: Count

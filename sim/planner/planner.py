@@ -76,6 +76,7 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import Judgement, Verdict, judge
 from streamrl.sim.planner.space import Candidate
+from streamrl.sim.planner.spot_savings import spot_savings
 from streamrl.sim.planner.take import digest_of, with_restarts
 from streamrl.sim.planner.trial import open_trial
 from streamrl.sim.planner.what_if import make_grid
@@ -220,6 +221,7 @@ def _plan(
     lent = planned_lending(planned, lending, metrics.step_time, pool)
     if lent is not None and lent.is_taken:
         planned = replace(planned, lending=lending)
+    spot = spot_savings(planned, pool)
     value, bounds = search.value_of(metrics), search.bounds()
     found, whole = (
         PlanDescription(search, race, chosen),
@@ -241,6 +243,7 @@ def _plan(
         whole_nodes=whole_nodes,
         partial_nodes=partial_nodes(run, planned),
         lending=lent,
+        spot=spot,
         limits=limits_by_key(run.plan),
         simulated=len(search.speeds),
         ruled_out=int((bounds > value).sum()),

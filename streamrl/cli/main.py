@@ -85,6 +85,10 @@ class Commands(LazyGroup):
                 "streamrl.cli.attach:detach",
                 "Save a trainer's checkpoint and remove it from a running job.",
             ),
+            "notice": (
+                "streamrl.cli.notice:notice",
+                "Tell a running job that machines of replicas will be taken away.",
+            ),
             "evaluate": (
                 "streamrl.cli.evaluate:evaluate",
                 "Score a run's checkpoint, or a model, on held-out prompts.",

@@ -176,8 +176,10 @@ class RunWatch:
             speed = f"{self._tokens / max(now, 1e-9):,.0f} tokens/s"
             fleet = state.fleet
             coming = sum(not replica.is_serving for replica in fleet.replicas.values())
-            coming -= len(fleet.asleep)
+            coming -= len(fleet.asleep) + len(fleet.leaving)
             starting = f"{coming} of {fleet.num_wanted} replicas start; " if coming else ""
+            if fleet.away:
+                starting += f"{len(fleet.away)} machines leave or are gone; "
             self._facts = f"{starting}{reward}rollouts: {self._count(state)}; {speed}"
             self._bar.update(self._task, completed=version, facts=self._shown_facts())
 

@@ -148,6 +148,12 @@ class Replica:
     """
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """Rollouts that were sent to it and have not ended, queued or running."""
+    leaves_at: float | None = None
+    """Instant at which its machine is taken away, in seconds; None without a notice. Until then it
+    finishes what it can, but gets no more rollouts and no more weights.
+    """
+    empty_at: float = inf
+    """Instant from which its rollouts move to other replicas, because its machine leaves."""
     places: ConcurrencyLimit | None = None
     """Limit on its rollouts, if it follows its KV cache."""
 

@@ -16,6 +16,12 @@ from streamrl.runfile.roles_config import LendingConfig, RolloutConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
 LOADS_PER_REPLICA = 8  # entries of a load heap per replica before outdated ones are removed
+ABORT_TIME = 5.0
+"""Seconds before the loss of a machine at which its rollouts move: enough for a decode step or a
+prefill pass, after which aborts take effect, and for the answers. Assumed.
+"""
+ABORT_SHARE = 0.25
+"""The same as a share of the warning, where that is less."""
 
 
 @dataclass(slots=True)
@@ -28,6 +34,13 @@ class Kind:
     """Rollouts that a replica gets for each rollout of one of the first kind."""
     is_lent: bool = False
     """Whether its replicas are on GPUs of the primary trainer."""
+    num_away: int = 0
+    """Machines that are taken away, or will be, and have no replacement yet."""
+
+    @property
+    def num_possible(self) -> int:
+        """Target number of replicas, without those whose machines are taken away."""
+        return self.num_wanted - self.num_away
 
 
 @dataclass(slots=True)
@@ -47,6 +60,10 @@ class Fleet:
     """Replicas on GPUs of the primary trainer while the trainer has these GPUs."""
     lent: dict[int, Replica] = field(default_factory=dict)
     """Replicas that start on GPUs of the primary trainer, or have these GPUs."""
+    leaving: dict[int, Replica] = field(default_factory=dict)
+    """Replicas whose machines will be taken away, until they have ended."""
+    away: dict[int, int] = field(default_factory=dict)
+    """Kind of each replica whose machine is taken away, or will be, until it is replaced."""
     kinds: list[Kind] = field(default_factory=lambda: [Kind(0)])
     """Target replicas by kind; `Resize` changes the first kind."""
     final: FinalLengths | None = None
@@ -81,15 +98,21 @@ class Fleet:
         """Target number of replicas."""
         return sum(kind.num_wanted for kind in self.kinds)
 
+    @property
+    def num_lacking(self) -> int:
+        """Replicas to start, or to stop if negative. Replicas that leave and machines that are away do not count."""
+        staying = len(self.replicas) - len(self.leaving)
+        return self.num_wanted - len(self.away) - staying
+
     def lacking(self) -> int:
         """Return the first kind with fewer replicas than its target.
 
         Raises:
             ValueError: no kind lacks a replica.
         """
-        there = Counter(replica.kind for replica in self.replicas.values())
+        there = Counter(r.kind for r in self.replicas.values() if r.leaves_at is None)
         for kind, wanted in enumerate(self.kinds):
-            if there[kind] < wanted.num_wanted:
+            if there[kind] < wanted.num_possible:
                 return kind
         raise ValueError("no kind of replica is below its target")
 
@@ -182,7 +205,10 @@ class Fleet:
             case StopReplica(replica_id):
                 self.stopping[replica_id] = self._remove(replica_id)
             case Resize(num_replicas):
+                num_fewer = max(0, self.kinds[0].num_wanted - num_replicas)
                 self.kinds[0].num_wanted = num_replicas
+                for replica_id in [r for r, kind in self.away.items() if kind == 0][:num_fewer]:
+                    self.replace_machine(replica_id)  # none is needed
 
     def serve(self, replica_id: int, version: int, pushed_version: int) -> None:
         """Record that a replica serves `version`."""
@@ -192,11 +218,13 @@ class Fleet:
         replica.version = version
         replica.loading = None
         replica.is_excused = False
+        if replica.leaves_at is not None:
+            replica.is_serving = False
+            return
         replica.is_serving = True
         self.num_serving[version] = self.num_serving.get(version, 0) + 1
         self._promise(replica, version)
-        if not self.has_come_up:
-            self.has_come_up = self.num_up == sum(not r.is_lent for r in self.replicas.values())
+        self._see_if_up()
         if version != pushed_version or replica.must_load:
             self.outdated[replica_id] = replica
 
@@ -223,9 +251,46 @@ class Fleet:
         replica.places.see(event.cache_use, event.num_preempted, left, expected)
 
     def lose(self, replica_id: int) -> None:
-        """Forget a lost replica; its rollouts fail by their own events."""
+        """Forget a lost replica; its rollouts fail by their own events. The loss of one that was leaving does not count."""
         if self.stopping.pop(replica_id, None) is None:
-            self.num_lost += not self._remove(replica_id).is_excused
+            lost = self._remove(replica_id)
+            self.num_lost += not lost.is_excused and lost.leaves_at is None
+
+    def leave(self, replica_id: int, warning: float, now: float) -> None:
+        """Record that a replica's machine will be taken away in `warning` seconds; the earliest of several notices counts.
+
+        A replica that has ended, and one on GPUs of the primary trainer, are not affected.
+        """
+        replica = self.replicas.get(replica_id)
+        if replica is None or replica.is_lent:
+            return
+        if replica.leaves_at is None:
+            self.leaving[replica_id] = replica
+            self.away[replica_id] = replica.kind
+            self.kinds[replica.kind].num_away += 1
+            self._break_promise(replica)
+            self.outdated.pop(replica_id, None)
+            self.idle.pop(replica_id, None)
+            if replica.is_serving:
+                replica.is_serving = False
+                self._leave_version(replica)
+        at = now + warning
+        replica.leaves_at = at if replica.leaves_at is None else min(at, replica.leaves_at)
+        rest = max(0.0, warning - min(ABORT_TIME, ABORT_SHARE * warning))
+        replica.empty_at = min(now + rest, replica.empty_at)
+        self._see_if_up()
+
+    def replace_machine(self, replica_id: int) -> None:
+        """Record that a machine is there in place of that of a replica, unless one was before."""
+        kind = self.away.pop(replica_id, None)
+        if kind is not None:
+            self.kinds[kind].num_away -= 1
+
+    def _see_if_up(self) -> None:
+        """Record whether all initial replicas serve, except those that leave."""
+        if not self.has_come_up and self.num_up:
+            awaited = (r for r in self.replicas.values() if not r.is_lent and r.leaves_at is None)
+            self.has_come_up = self.num_up == sum(1 for _ in awaited)
 
     def excuse_loads(self) -> None:
         """Record that weights were lost with the trainer: a replica that starts or loads now may fail for want of them."""
@@ -263,6 +328,7 @@ class Fleet:
         replica = self.replicas.pop(replica_id)
         self.asleep.pop(replica_id, None)
         self.lent.pop(replica_id, None)
+        self.leaving.pop(replica_id, None)
         self.outdated.pop(replica_id, None)
         self.idle.pop(replica_id, None)
         self._changed.pop(replica_id, None)

@@ -25,7 +25,9 @@ def check(state: State) -> None:
     left to close.
     8. While replicas have GPUs of the primary trainer, it works on nothing. Only such replicas sleep.
     9. Each rollout of a running evaluation is to be sent, on a replica, or ended; none is on a
-    replica that is gone. Serving replicas have the version that is evaluated.
+    replica that is gone. Replicas with such rollouts have the version that is evaluated. Others may
+    have started meanwhile with an older one.
+    10. A replica whose machine leaves gets no rollouts. Each such machine is away until it is replaced.
     """
     _check_accounts(state)
     _check_replicas(state)
@@ -75,6 +77,12 @@ def _check_replicas(state: State) -> None:
         assert is_idle == (replica.id in state.fleet.idle), f"replica {replica.id}: idle or not?"
         for rollout_id, rollout in replica.rollouts.items():
             assert rollout.id == rollout_id and rollout.replica is replica
+    fleet = state.fleet
+    leaving = [r.id for r in fleet.replicas.values() if r.leaves_at is not None]
+    assert sorted(fleet.leaving) == sorted(leaving), f"{leaving} leave, not {list(fleet.leaving)}"
+    assert all(not r.is_serving and r.promised is None for r in fleet.leaving.values())
+    num_away = sum(kind.num_away for kind in fleet.kinds)
+    assert num_away == len(fleet.away), f"{num_away} machines are away, not {list(fleet.away)}"
     own = [replica.id for replica in state.fleet.replicas.values() if replica.is_lent]
     assert sorted([*state.fleet.asleep, *state.fleet.lent]) == own, "a replica sleeps and is lent"
     for replica in state.fleet.asleep.values():
@@ -115,8 +123,9 @@ def _check_evaluation(state: State, own: Evaluations) -> None:
         f"{own.num_rollouts} rollouts evaluate, but {num_open} are open and {own.num_ended} ended"
     )
     if not own.is_void:
-        versions = {r.version for r in state.fleet.replicas.values() if r.is_serving}
-        assert versions <= {own.running}, f"replicas serve {versions}, not {own.running}"
+        replicas = state.fleet.replicas
+        versions = {replicas[each].version for each in own.sent.values() if each in replicas}
+        assert versions <= {own.running}, f"replicas evaluate {versions}, not {own.running}"
 
 
 def _check_trainer(state: State, trainer: TrainerSide) -> None:

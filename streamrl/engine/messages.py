@@ -27,8 +27,8 @@ rollouts. A rollout is an episode of one turn or more: `Generate` continues it, 
     Evaluate        Evaluated           replica, then verifier
     WakeAt          Woke                clock
 
-Any may end in `Failed`. `RunStarted`, `ReplicaLost`, `TrainerLost`, `TrainerJoined`, `TrainerLeaving`,
-`ExpectationsChanged` and `Interrupted` come unasked.
+Any may end in `Failed`. `RunStarted`, `ReplicaLeaving`, `ReplicaLost`, `MachineReplaced`, `TrainerLost`,
+`TrainerJoined`, `TrainerLeaving`, `ExpectationsChanged` and `Interrupted` come unasked.
 """
 
 from __future__ import annotations
@@ -359,6 +359,19 @@ class ReplicaStopped(Message, frozen=True):
     replica: int
 
 
+class ReplicaLeaving(Message, frozen=True):
+    """The machine of replica `replica` will be taken away in `warning` seconds, as the provider of a spot machine says."""
+
+    replica: int
+    warning: float
+
+
+class MachineReplaced(Message, frozen=True):
+    """A machine is there in place of that of replica `replica`, which was taken away."""
+
+    replica: int
+
+
 class ReplicaLost(Message, frozen=True):
     """Replica `replica` is lost. Each command that ran there then ends in `Failed`."""
 
@@ -636,6 +649,8 @@ Event: TypeAlias = (
     | TakenBack
     | ReplicaStarted
     | ReplicaStopped
+    | ReplicaLeaving
+    | MachineReplaced
     | TrainerStarted
     | TrainerStopped
     | TrainerJoined

@@ -50,11 +50,13 @@ from streamrl.engine.messages import (
     Lend,
     Lent,
     LoadWeights,
+    MachineReplaced,
     Observed,
     Postpone,
     Promote,
     PromptsDrawn,
     PushWeights,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStarted,
     ReplicaStopped,
@@ -280,6 +282,10 @@ class State:
             case ReplicaLost(replica_id, _) | ReplicaStopped(replica_id):
                 self.fleet.lose(replica_id)
                 self._look_at_lent()
+            case ReplicaLeaving(replica_id, warning):
+                self.fleet.leave(replica_id, warning, now)
+            case MachineReplaced(replica_id):
+                self.fleet.replace_machine(replica_id)
             case TrainerLost(trainer, _):
                 self._lose_trainer(self.trainers[trainer])
             case CheckpointSaved(version, trainer):
@@ -633,7 +639,10 @@ class State:
                 rollout = self.rollouts[rollout_id]
                 self.fleet.release(rollout)
                 self.num_generating -= 1
-                self._retry(rollout, is_lost=replica_id not in self.fleet.replicas)
+                if replica_id in self.fleet.away and not rollout.group.is_dropped:
+                    self.waiting.add(rollout)  # its machine was taken away, which is no failure
+                else:
+                    self._retry(rollout, is_lost=replica_id not in self.fleet.replicas)
             case Verify(rollout_id):
                 self.num_verifying -= 1
                 self._retry(self.rollouts[rollout_id])

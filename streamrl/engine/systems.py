@@ -33,7 +33,12 @@ from streamrl.engine.policies.evaluation import EvaluateVersions, HoldStep, Whil
 from streamrl.engine.policies.lending import LendTrainer, WhileNotLending
 from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
 from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
-from streamrl.engine.policies.resize import AdjustReplicas, KeepReplicas, Promotion
+from streamrl.engine.policies.resize import (
+    AdjustReplicas,
+    EmptyLeavingReplicas,
+    KeepReplicas,
+    Promotion,
+)
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, StopWithoutProgress, WindDown
 from streamrl.engine.policies.secondary_trainers import (
     JoinedTrainers,
@@ -109,6 +114,7 @@ def build_policies(run: Run) -> list[Policy]:
             else []
         ),
         KeepReplicas(policies.max_restarts, promotion),
+        EmptyLeavingReplicas(),
         RetryThenDrop(policies.max_attempts, has_environment=run.environment is not None),
         StopWithoutProgress(policies.max_dropped_groups, policies.max_step_time),
         # before the policies that an evaluation holds, which go on when it ends

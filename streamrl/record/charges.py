@@ -7,11 +7,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from streamrl.engine.messages import (
     Failed,
+    MachineReplaced,
     PushWeights,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStopped,
     Resize,
@@ -22,6 +25,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
 from streamrl.record.billing import SANDBOXES
+from streamrl.record.machines_away import MachinesAway
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -32,27 +36,53 @@ from streamrl.runfile.units import SECONDS_PER_HOUR
 
 
 class PaidReplicas(MessageReader):
-    """Counts the replicas that are paid for: the wanted number, or the existing number if it is larger."""
+    """Counts the replicas that are paid for: the wanted number, or the existing number if it is larger.
+
+    Spot machines that were taken away, and are not replaced yet, are counted apart: nobody pays for them.
+    """
 
     def __init__(self, wanted: int, lent: RolloutConfig | None) -> None:
         """Start with the number of replicas in the run file; those of `lent` are on GPUs of the trainer."""
         self._wanted, self._there = wanted, 0 if lent is None else -lent.replicas
         self._since = [0.0]
         self._paid = [wanted]
+        self._machines = MachinesAway()
+        self._away_since = [0.0]
+        self._away = [dict[int, int]()]
+        """Machines that are away, by kind of replica, from each instant of `_away_since`."""
 
     def handlers(self) -> Iterator[Handlers]:
         """Yield the handler of each type of message that begins or ends a replica."""
         yield {
-            ReplicaStopped: lambda _, time: self._add(-1, time),
-            ReplicaLost: lambda _, time: self._add(-1, time),
+            ReplicaStopped: lambda event, time: self._end(event.replica, time),
+            ReplicaLost: lambda event, time: self._end(event.replica, time),
+            ReplicaLeaving: lambda event, _: self._machines.leave(event.replica),
+            MachineReplaced: lambda event, time: self._change(
+                self._machines.replace(event.replica), -1, time
+            ),
             Failed: self._fail,
-            StartReplica: lambda _, time: self._add(1, time),
+            StartReplica: self._start,
             Resize: self._resize,
         }
 
     def _fail(self, event: Failed, time: float) -> None:
         if isinstance(event.command, StartReplica | StopReplica):
-            self._add(-1, time)
+            self._end(event.command.replica, time)
+
+    def _start(self, command: StartReplica, time: float) -> None:
+        self._machines.begin(command.replica, command.kind)
+        self._add(1, time)
+
+    def _end(self, replica: int, time: float) -> None:
+        self._change(self._machines.end(replica), 1, time)
+        self._add(-1, time)
+
+    def _change(self, kind: int | None, by: int, time: float) -> None:
+        """Count machines of a kind that went away or were replaced; none if `kind` is None."""
+        if kind is not None:
+            away = self._away[-1]
+            self._away_since.append(time)
+            self._away.append({**away, kind: away.get(kind, 0) + by})
 
     def _resize(self, command: Resize, time: float) -> None:
         self._wanted = command.num_replicas
@@ -67,11 +97,21 @@ class PaidReplicas(MessageReader):
 
     def mean(self, start: float, end: float) -> float:
         """Return the mean number of paid replicas between two instants in seconds."""
-        first = bisect_right(self._since, start)
-        edges = [start, *self._since[first : bisect_right(self._since, end)], end]
-        paid = self._paid[first - 1 :]
-        stretches = zip(paid, pairwise(edges), strict=False)
-        return sum(num * (until - since) for num, (since, until) in stretches) / (end - start)
+        return _mean(self._since, self._paid, start, end)
+
+    def mean_away(self, start: float, end: float) -> dict[int, float]:
+        """Return the mean number of spot machines that are away between two instants, by kind of replica."""
+        kinds = sorted(self._away[-1])
+        counts = {kind: [away.get(kind, 0) for away in self._away] for kind in kinds}
+        return {kind: _mean(self._away_since, counts[kind], start, end) for kind in kinds}
+
+
+def _mean(since: Sequence[float], counts: Sequence[int], start: float, end: float) -> float:
+    """Return the mean of counts that each hold from an instant on, between two instants in seconds."""
+    first = bisect_right(since, start)
+    edges = [start, *since[first : bisect_right(since, end)], end]
+    stretches = zip(counts[first - 1 :], pairwise(edges), strict=False)
+    return sum(num * (until - began) for num, (began, until) in stretches) / (end - start)
 
 
 def read_replicas(trace: Trace) -> PaidReplicas:
@@ -101,18 +141,27 @@ class PaidGpus:
     """Dollars per second of all sandboxes of the run's episodes."""
 
     @classmethod
-    def of(cls, run: Run, num_replicas: float | None = None) -> PaidGpus:
+    def of(
+        cls,
+        run: Run,
+        num_replicas: float | None = None,
+        away: Mapping[int, float] = MappingProxyType({}),
+    ) -> PaidGpus:
         """Return the paid GPUs of a run.
 
         Args:
             run: the run file.
             num_replicas: mean number of replicas; None for the number in the run file.
+            away: mean number of spot machines that are away, by kind of replica.
         """
         more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
         sides = []
         for side in sides_of(run):
             is_resized = side.kind == "rollout" and not side.of_kind
             added = more * run.rollout.gpus_per_replica if is_resized else 0.0
+            if side.kind == "rollout":
+                kind = run.rollout.kinds[side.of_kind]
+                added -= away.get(side.of_kind, 0.0) * kind.gpus_per_replica
             sides.append(PaidSide(side, side.num_gpus + added))
         return cls(run.cluster.pools, sides, sandbox_rent(run.environment))
 

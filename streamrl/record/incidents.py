@@ -13,8 +13,11 @@ from streamrl.engine.messages import (
     Interrupted,
     Lend,
     LoadWeights,
+    MachineReplaced,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStarted,
+    ReplicaStopped,
     StartReplica,
     Stepped,
     Stop,
@@ -62,6 +65,8 @@ class _Reader:
         self._version = 0
         self._replicas: dict[int, Incident] = {}
         """By lost replica: its incident."""
+        self._leaving: dict[int, Incident] = {}
+        """By replica whose machine is taken away: its notice, until the machine is replaced."""
         self._awaited: dict[int, Incident] = {}
         """By replacement: the incident that it repairs."""
         self._trainers: dict[int, Incident] = {}
@@ -75,10 +80,21 @@ class _Reader:
             case ReplicaLost(replica, reason):
                 self._replicas[replica] = self._add(time, f"replica {replica} lost", reason)
                 self._await(self._replicas[replica], commands)
+            case ReplicaLeaving(replica, warning):
+                why = f"its machine is taken away in {format_duration(warning)}"
+                self._leaving[replica] = self._add(time, f"replica {replica} leaves", why)
+            case ReplicaStopped(replica):
+                if (noticed := self._leaving.get(replica)) is not None:
+                    noticed.outcome = f"empty after {format_duration(time - noticed.time)}"
+            case MachineReplaced(replica):
+                if (noticed := self._leaving.pop(replica, None)) is not None:
+                    self._await(noticed, commands)
             case ReplicaStarted(replica):
                 if (repaired := self._awaited.pop(replica, None)) is not None:
                     took = format_duration(time - repaired.time)
-                    repaired.outcome = f"replica {replica} took over after {took}"
+                    took_over = f"replica {replica} took over after {took}"
+                    parts = (repaired.outcome, took_over)
+                    repaired.outcome = "; ".join(part for part in parts if part)
             case TrainerLost(trainer, reason):
                 who = "trainer" if trainer == LEADER else f"trainer {trainer}"
                 self._trainers[trainer] = self._add(time, f"{who} lost", reason)

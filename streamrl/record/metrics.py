@@ -7,7 +7,8 @@ step and the running activities.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from statistics import median
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from streamrl.engine.messages import Interrupted, Stepped, Stop
+from streamrl.engine.messages import Interrupted, Lend, Stepped, Stop
 from streamrl.engine.trace import Trace, blaming_damage
 from streamrl.engine.trainer_side import LEADER
 from streamrl.record.attribution import (
+    RECOMPUTED,
+    TRAINER,
+    UNDERFILLED,
     Attribution,
     AttributionReader,
     SidesAttribution,
@@ -68,6 +72,7 @@ from streamrl.runfile.formatting import (
 )
 from streamrl.runfile.gpu_pools import sides_of, trainer_names
 from streamrl.runfile.notebook import frame_of, html_table
+from streamrl.runfile.recorded_numbers import Count, NotNegative
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 if TYPE_CHECKING:
@@ -125,6 +130,8 @@ class RunReader(PaceReader):
         self.attribution = AttributionReader(trace)
         self.ledger = LedgerReader(trace)
         self.episodes = EpisodeReader(trace.run.algorithm.group_size)
+        self.lent_at = array("d")
+        """Instants at which GPUs of the primary trainer were lent, in seconds."""
 
     def handlers(self) -> Iterator[Handlers]:
         """Yield the handlers of all messages that `Metrics` depend on."""
@@ -133,7 +140,7 @@ class RunReader(PaceReader):
         yield from self.attribution.handlers()
         if self.trace.run.environment is not None:
             yield from self.episodes.handlers()
-        yield {Stepped: self._mark_step}
+        yield {Stepped: self._mark_step, Lend: lambda _, time: self.lent_at.append(time)}
 
     def end_block(self, now: float) -> None:
         """Set the instant of the last entry."""
@@ -168,6 +175,7 @@ VERIFY, SYNC, SWITCH = "verify", "sync", "switch"
 """Names of activities that are also operations with a tier of their own."""
 
 TRAINING = ("score", "train")
+GENERATING = ("prefill", RECOMPUTED, "decode", UNDERFILLED)
 
 
 class SideMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +205,19 @@ class TrainerMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """
     lost: dict[str, int]
     """Rollouts that it never trains on, by reason."""
+
+
+class LendingMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """How often GPUs of the primary trainer generated, over the counted steps."""
+
+    steps: Count
+    """Counted steps."""
+    num_lent: Count
+    """Those in which GPUs were lent."""
+    generating: NotNegative
+    """Share of the trainer's GPU-seconds in which they generated."""
+    switching: NotNegative
+    """Share in which they changed sides."""
 
 
 class Metrics(Speed, frozen=True, kw_only=True):
@@ -237,6 +258,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Mean reward of each step's rollouts."""
     dropped: dict[str, int]
     """Rollouts that the primary trainer never trained on, by reason."""
+    lending: LendingMetrics | None = None
+    """None without `[lending]`."""
     wasted: dict[str, float] = msgspec.field(default_factory=dict)
     """Share of the output tokens generated in counted steps that the primary trainer never trained
     on, by reason.
@@ -412,7 +435,7 @@ def measure_read(
         total_time=reader.now,
         whole_run=None
         if speed.unfinished
-        else make_whole_run(trace, speed, shares, reader.replicas.mean(*window), error),
+        else make_whole_run(trace, speed, shares, _paid(reader, *window), error),
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
@@ -424,6 +447,9 @@ def measure_read(
         staleness=dict(sorted(leader.made.staleness(first - 1, last).items())),
         rewards=leader.made.rewards.tolist(),
         dropped=dict(leader.lost),
+        lending=None
+        if trace.run.lending is None
+        else _lending(reader.lent_at, steps.ended_at, (first, last), shares),
         wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
         trainers=list(_trainers(trace.run.followers, reader.flow, window)),
         tiers=tiers,
@@ -434,6 +460,32 @@ def measure_read(
         model_error=error,
         **bands_of_speed(speed, error)._asdict(),
         **msgspec.structs.asdict(speed),
+    )
+
+
+def _paid(reader: PaceReader, start: float, end: float) -> PaidGpus:
+    """Return the paid GPUs of a run, as their mean between two instants in seconds."""
+    replicas = reader.replicas
+    mean, away = replicas.mean(start, end), replicas.mean_away(start, end)
+    return PaidGpus.of(reader.trace.run, mean, away)
+
+
+def _lending(
+    lent_at: Sequence[float],
+    ended_at: Sequence[float],
+    counted_steps: tuple[int, int],
+    shares: SidesAttribution,
+) -> LendingMetrics:
+    """Return how often GPUs were lent in the counted steps."""
+    first, last = counted_steps
+    lent = {bisect_left(ended_at, time) + 1 for time in lent_at}
+    own = shares.sides[TRAINER]
+    generating = sum(own.busy.get(name, 0.0) for name in GENERATING)
+    return LendingMetrics(
+        steps=last - first + 1,
+        num_lent=sum(first <= step <= last for step in lent),
+        generating=generating,
+        switching=own.idle.get(SWITCH, 0.0),
     )
 
 
@@ -481,7 +533,7 @@ def measure_pace(
     began, ended = leader.window(first + 1, last)
     num_tokens = sum(leader.made.num_tokens[first:last])
     num_rollouts = sum(leader.made.num_rollouts[first:last])
-    paid = PaidGpus.of(trace.run, reader.replicas.mean(began, ended))
+    paid = _paid(reader, began, ended)
     dollars = paid.dollars_per_second
     egress = egress_dollars(
         trace.run.cluster.links,

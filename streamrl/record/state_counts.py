@@ -34,8 +34,10 @@ from streamrl.engine.messages import (
     Generate,
     Generated,
     Lend,
+    MachineReplaced,
     Observed,
     PromptsDrawn,
+    ReplicaLeaving,
     ReplicaLost,
     ReplicaStopped,
     Resize,
@@ -54,6 +56,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
+from streamrl.record.machines_away import MachinesAway
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.timeline import Timeline
 
@@ -183,6 +186,7 @@ class _RunChanges(_Source):
         self._kinds: dict[int, int] = {}
         """By replica that has not stopped: its kind."""
         self._prompts = _LastPrompts(None if is_endless else steps)
+        self._machines = MachinesAway()
 
     def handlers(self) -> Iterator[Handlers]:
         yield {
@@ -190,6 +194,8 @@ class _RunChanges(_Source):
             **dict.fromkeys((RunStarted, Stepped, CheckpointSaved, TrainerLost), self._see_prompts),
             ReplicaLost: lambda event, time: self._lose(event.replica, time),
             ReplicaStopped: lambda event, time: self._stop(event.replica, time),
+            ReplicaLeaving: self._leave,
+            MachineReplaced: self._replace,
             Failed: self._fail,
             StartReplica: self._start,
             Resize: self._resize,
@@ -224,6 +230,17 @@ class _RunChanges(_Source):
             self._end_lending(replica, time)
             return
         self.changes.append(CountChange(time, "replicas", -1, kind=kind))
+        if self._machines.end(replica) is not None:
+            self.changes.append(CountChange(time, "wanted", -1, kind=kind))
+
+    def _leave(self, event: ReplicaLeaving, time: float) -> None:
+        """Record a notice. A replica that starts later is a replacement."""
+        self._machines.leave(event.replica)
+        self.changes.append(CountChange(time, "lost", 1))
+
+    def _replace(self, event: MachineReplaced, time: float) -> None:
+        if (kind := self._machines.replace(event.replica)) is not None:
+            self.changes.append(CountChange(time, "wanted", 1, kind=kind))
 
     def _lend(self, command: Lend, time: float) -> None:
         self._lent[command.replica] = None
@@ -238,6 +255,7 @@ class _RunChanges(_Source):
         self._kinds[command.replica] = command.kind
         if command.kind == self._lent_kind:
             return
+        self._machines.begin(command.replica, command.kind)
         self.changes.append(CountChange(time, "replicas", 1, kind=command.kind))
 
     def _resize(self, command: Resize, time: float) -> None:

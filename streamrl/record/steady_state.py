@@ -37,6 +37,7 @@ from streamrl.engine.messages import (
     Event,
     Failed,
     Generated,
+    ReplicaLeaving,
     ReplicaLost,
     RunStarted,
     Stepped,
@@ -343,6 +344,7 @@ OF_STEPS: set[type[Event]] = {
     CheckpointSaved,
     RunStarted,
     TrainerLost,
+    ReplicaLeaving,
     ReplicaLost,
 }
 """Events that `LeaderSteps` uses besides the one that ends a rollout."""
@@ -370,7 +372,7 @@ class LeaderSteps:
         self.num_made = 0
         """Number of steps that were made, also those that were rolled back."""
         self.num_failures = 0
-        """Number of lost replicas and trainers."""
+        """Number of lost replicas and trainers, and of notices to replicas."""
         self.held = array("d")
         """Seconds of evaluations between each step and the one before, for which training waited; empty if it never waits."""
         self.evaluation_times: list[float] = []
@@ -413,7 +415,7 @@ class LeaderSteps:
                     del self.ended_at[self._num_saved :]
                     del self.num_generated[self._num_saved :]
                     del self.held[self._num_saved :]
-            case ReplicaLost():
+            case ReplicaLost() | ReplicaLeaving():
                 self.num_failures += 1
             case EvaluationDrawn():
                 self._evaluating_since = time

@@ -320,7 +320,7 @@ def make_whole_run(
     trace: Trace,
     speed: Speed,
     shares: SidesAttribution,
-    num_replicas: float,
+    paid: PaidGpus,
     error: ModelError | None,
 ) -> WholeRun:
     """Return the totals of the whole run.
@@ -329,12 +329,11 @@ def make_whole_run(
         trace: the trace of the run.
         speed: its figures in the steady state.
         shares: its activities in the steady state.
-        num_replicas: its mean number of replicas in the steady state.
+        paid: the GPUs that it pays for in the steady state.
         error: the model error of its seconds; None for a real run.
     """
     run, billing = trace.run, trace.run.cluster.billing
     time = whole_time(run, speed, is_recorded=trace.world == "real")
-    paid = PaidGpus.of(run, num_replicas)
     rents, egress = paid.rents, time.steps * speed.egress_per_step
 
     def bill(seconds: float) -> Bill:

@@ -61,7 +61,8 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
     seconds = window[1] - window[0]
     shares = attribute(trace, window)
     goodput = sum(flow.leader.made.num_tokens[first - 1 : last]) / seconds
-    paid = PaidGpus.of(trace.run, read_replicas(trace).mean(*window))
+    replicas = read_replicas(trace)
+    paid = PaidGpus.of(trace.run, replicas.mean(*window), replicas.mean_away(*window))
     return Bubbles(
         name=name,
         step_time=seconds / count,

@@ -24,6 +24,8 @@ from streamrl.runfile.formatting import (
     OptionalInterval,
     band_text,
     format_dollars,
+    format_duration,
+    format_share,
     format_step_time,
     listing,
     long_dollars,
@@ -41,6 +43,7 @@ from streamrl.sim.planner.plan import (
     PlannedLending,
     PlanOption,
     RunnerUp,
+    SpotSavings,
     Worth,
     side_text,
 )
@@ -222,6 +225,8 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     yield from map(partial_node_text, plan.partial_nodes)
     if plan.lending is not None:
         yield lending_text(plan.lending)
+    if plan.spot is not None:
+        yield spot_text(plan.spot)
     if plan.whole_run is not None:
         if (rented := plan.whole_run.sandboxes) is not None and rented.dollars:
             yield (
@@ -273,6 +278,19 @@ def lending_text(lending: PlannedLending) -> str:
     if lending.is_taken:
         return f"{seconds}; the plan's file has it, other figures here are without it"
     return f"{seconds}; that is no gain, so the plan's file leaves it out"
+
+
+def spot_text(spot: SpotSavings) -> str:
+    """Return what spot machines save against the same machines on demand."""
+    if spot.reason:
+        return f"savings of spot machines are not known: {spot.reason}"
+    least, most = (format_share(end) for end in spot.interval)
+    return (
+        f"spot machines save {format_share(spot.share)} ({least} to {most} over {spot.num_seeds} seeds): "
+        f"{format_dollars(spot.dollars)} in {format_duration(spot.seconds)} instead of "
+        f"{format_dollars(spot.dollars_on_demand)} in {format_duration(spot.seconds_on_demand)} on demand; "
+        f"about {spot.num_notices:,.3g} notices to replicas"
+    )
 
 
 def why_lines(plan: Plan) -> Iterator[str]:

@@ -50,6 +50,19 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     spot_failures_per_gpu_day: float = 0.0
     """Times in 24 hours that a rented GPU of it is taken away, on average: beside `failures.per_gpu_day`, and for
     trainers too."""
+    spot_warning: Duration = Duration(0.0)
+    """Time between the provider's notice and the loss of a spot machine: 120 s at AWS, 30 s at Google Cloud, at
+    least 30 s at Azure, by their documentation. Replicas then finish or move their rollouts and stop; no rollout is
+    lost. 0: no notice. Trainers get none."""
+    spot_replacement_time: Duration = Duration(0.0)
+    """Simulated: mean time from the loss of a spot machine with a warning to its replacement, which is not paid
+    for. `rollout.start_time` comes in addition."""
+    spot_replacement_variation: float = 1.0
+    """Simulated: standard deviation of that time, relative to its mean. The time is log-normal; 0: always the mean.
+    The default is an assumption."""
+    on_demand_price: float | None = None
+    """Dollars per GPU-hour of the same machines without interruptions, for a spot pool. `simulate` and `plan` then
+    show what spot machines save."""
     host_memory: Size | None = None
     """Memory of one node beside its GPUs, where models wait that `trainer.offload` moves out; the GPU's own
     figure where absent."""

@@ -1,4 +1,7 @@
-"""How often GPUs of a side fail: those of a spot pool are taken away beside all that break."""
+"""How often GPUs of a side fail: those of a spot pool are taken away beside all that break.
+
+A spot machine that is taken away after a warning is no loss of a replica: the replica is emptied and stopped in time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,13 @@ from streamrl.runfile.units import SECONDS_PER_DAY
 
 
 def replica_gpu_failures_per_day(failures: FailuresConfig, pool: PoolConfig) -> float:
-    """Return the failures of one GPU of a replica in 24 hours."""
-    return failures.per_gpu_day + pool.spot_failures_per_gpu_day
+    """Return the failures of one GPU of a replica in 24 hours, without those that are announced."""
+    return failures.per_gpu_day + (0.0 if pool.spot_warning else pool.spot_failures_per_gpu_day)
+
+
+def notices_per_gpu_day(pool: PoolConfig) -> float:
+    """Return how often a GPU of a replica is taken away after a warning, in 24 hours."""
+    return pool.spot_failures_per_gpu_day if pool.spot_warning else 0.0
 
 
 def trainer_gpu_failures_per_day(failures: FailuresConfig, pool: PoolConfig) -> float:
@@ -31,6 +39,13 @@ def replica_failures_per_day(
     return sum(
         replica_gpu_failures_per_day(failures, pools[own.pool]) * own.num_gpus for own in kinds
     )
+
+
+def replica_notices_per_day(
+    kinds: Iterable[RolloutConfig], pools: Mapping[str, PoolConfig]
+) -> float:
+    """Return how often machines of replicas are taken away after a warning, of all kinds, in 24 hours."""
+    return sum(notices_per_gpu_day(pools[own.pool]) * own.num_gpus for own in kinds)
 
 
 class Losses(NamedTuple):
@@ -62,4 +77,5 @@ def can_fail(run: Run) -> bool:
     failures, pools = run.failures, run.cluster.pools
     of_kinds = (replica_gpu_failures_per_day(failures, pools[k.pool]) for k in run.rollout.kinds)
     of_trainers = (trainer_gpu_failures_per_day(failures, pools[t.pool]) for t in run.trainers)
-    return any(rate > 0 for rate in (*of_kinds, *of_trainers))
+    notices = (notices_per_gpu_day(pools[kind.pool]) for kind in run.rollout.kinds)
+    return any(rate > 0 for rate in (*of_kinds, *of_trainers, *notices))

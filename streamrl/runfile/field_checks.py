@@ -433,6 +433,10 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "billing_unit": TERM,
         "minimum_term": TERM,
         "spot_failures_per_gpu_day": Bounds(0),
+        "spot_warning": SECONDS,
+        "spot_replacement_time": SECONDS,
+        "spot_replacement_variation": Bounds(0),
+        "on_demand_price": MONEY,
     },
     BillingConfig: {
         "setup_time": SECONDS,

@@ -226,6 +226,32 @@ def _check_owned(pools: dict[str, PoolConfig]) -> None:
             _check_rented(name, pool, key)
 
 
+SPOT_KEYS = ("spot_warning", "spot_replacement_time", "on_demand_price")
+
+
+def _check_spot(pools: dict[str, PoolConfig], shared: str | None) -> None:
+    """Reject keys of spot machines in a pool without them, and notices in the pool that the trainer shares."""
+    for name, pool in pools.items():
+        if pool.spot_warning and name == shared:
+            key = pool_key(name, "spot_warning")
+            text = (
+                f"{key}={quantity_text(pool.spot_warning)}: replicas share their machines with the trainer, which gets "
+                "no notice; remove the key, or set policies.system to a system that is not colocated"
+            )
+            raise RunError(key, pool.spot_warning, Bounds(0, 0), text, ("policies.system",))
+        rate = "spot_failures_per_gpu_day"
+        if not pool.spot_failures_per_gpu_day:
+            for key in (pool_key(name, field) for field in SPOT_KEYS if getattr(pool, field)):
+                text = f"{key} applies to spot machines; set cluster.pools.{name}.{rate}, or remove the key"
+                raise RunError(
+                    key, getattr(pool, key.rpartition(".")[2]), None, text, (pool_key(name, rate),)
+                )
+        elif pool.spot_replacement_time and not pool.spot_warning:
+            key, warning = pool_key(name, "spot_replacement_time"), pool_key(name, "spot_warning")
+            text = f"{key}={quantity_text(pool.spot_replacement_time)} applies to machines with a notice; set {warning}"
+            raise RunError(key, pool.spot_replacement_time, None, text, (warning,))
+
+
 def _check_rented(name: str, pool: PoolConfig, field: str) -> None:
     if pool.owned and (seconds := getattr(pool, field)):
         key = pool_key(name, field)
@@ -503,6 +529,9 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_links(run.cluster.links),
     lambda run: _check_sizes(run.cluster.pools),
     lambda run: _check_owned(run.cluster.pools),
+    lambda run: _check_spot(
+        run.cluster.pools, run.rollout.pool if run.policies.shares_gpus else None
+    ),
     lambda run: _check_domains(run.cluster.pools),
     lambda run: _check_rollout(run.rollout.kinds, run.cluster.pools),
     lambda run: _check_kinds(run.policies, run.rollout.others),

@@ -111,6 +111,7 @@ OF_NAMES: dict[str, str] = {
     "factor": "4",
     "per_gpu_day": "0.0005",
     "spot_failures_per_gpu_day": "0.05",
+    "on_demand_price": "2.50",
     "model": '"qwen3-0.6b"',
     "source": '"lengths.csv"',
     "ranker_recall_to": "0.6",

@@ -394,8 +394,9 @@ class BatchByBatch(Dispatch):
         first = state.waiting.first()
         if first is None:
             return True
-        replica = self._places.get(first.id)
-        return replica in self._shares and replica in state.fleet.replicas
+        place = self._places.get(first.id)
+        replica = None if place is None else state.fleet.replicas.get(place)
+        return replica is not None and place in self._shares and replica.leaves_at is None
 
     def _deal(self, state: State) -> bool:
         """Assign the waiting rollouts of the oldest step to all replicas, once an idle one may start.

@@ -37,6 +37,8 @@ IDLE_SHARE = 0.05
 """Share of a step in which a trainer may wait without counting as waiting. verl has 2 s; a share suits steps of any
 length.
 """
+LEAST_LEFT = 0.01
+"""Least capacity that other replicas are taken to have, as a share, while all of them are gone."""
 STEPS = 4
 """Steps whose waits are summed: an even number, for steps that alternate."""
 
@@ -142,7 +144,7 @@ class LendTrainer:
         step_time = state.now - self._began_at
         waited = max(0.0, step_time - self._lent_time - last.training_time)
         lacked = max(0, state.leader.rollouts_per_step - self._num_ready)
-        alone = self._lent_time / (1 - _gain(state)) + waited
+        alone = self._lent_time / max(LEAST_LEFT, 1 - _gain(state)) + waited
         self._waits.append(StepWait(step_time, waited, alone, lacked))
         if self.adapts:
             waited = sum(each.waited for each in self._waits)
@@ -216,9 +218,10 @@ def _num_ready(state: State) -> int:
 
 def _gain(state: State) -> float:
     """Return the share of the generating capacity that is on the trainer's GPUs."""
-    capacity = [(r.share, r.is_lent) for r in state.fleet.replicas.values()]
+    replicas = state.fleet.replicas.values()
+    capacity = [(r.share, r.is_lent) for r in replicas if r.leaves_at is None]
     lent = sum(share for share, is_lent in capacity if is_lent)
-    return lent / sum(share for share, _ in capacity)
+    return lent / (sum(share for share, _ in capacity) or 1.0)
 
 
 def _hand_over(state: State) -> Iterator[Command]:

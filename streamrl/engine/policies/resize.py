@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from streamrl.engine.estimates import Latency, StepTimes
 from streamrl.engine.messages import (
+    Abort,
     Command,
     Generated,
     Promote,
@@ -18,6 +19,7 @@ from streamrl.engine.messages import (
     Stop,
     StopReplica,
     Verified,
+    WakeAt,
 )
 from streamrl.engine.state import State
 from streamrl.runfile.policies_config import PoliciesConfig
@@ -64,7 +66,7 @@ class KeepReplicas:
     def is_at_rest(self, state: State) -> bool:
         """Return whether the wanted trainers and replicas are there, or nothing may start or stop."""
         fleet = state.fleet
-        is_complete = not state.num_unready and len(fleet.replicas) == fleet.num_wanted
+        is_complete = not state.num_unready and not fleet.num_lacking
         may_start = not state.is_stopping or state.awaits_evaluation
         return is_complete or not state.has_started or not may_start
 
@@ -101,7 +103,7 @@ class KeepReplicas:
 
     def _start_replicas(self, state: State) -> Iterator[Command]:
         fleet = state.fleet
-        while len(fleet.replicas) < fleet.num_wanted:
+        while fleet.num_lacking > 0:
             kind = fleet.lacking()
             if fleet.kinds[kind].is_lent and not _may_start_lent(state):
                 return
@@ -111,7 +113,7 @@ class KeepReplicas:
                 )
                 return
             yield StartReplica(fleet.num_started, state.pushed_version, kind)
-        while len(fleet.replicas) > fleet.num_wanted:
+        while fleet.num_lacking < 0:
             idle = fleet.newest_idle()
             if idle is None or state.is_evaluating:
                 return
@@ -119,6 +121,38 @@ class KeepReplicas:
 
     def _stop(self, what: str, state: State) -> Stop:
         return Stop(f"{what} (policies.max_restarts){state.failure_counts}")
+
+
+class EmptyLeavingReplicas:
+    """Move the rollouts of replicas whose machines will be taken away, and stop these replicas in time.
+
+    Rollouts that can finish do so. The others are aborted shortly before the machine goes, or when
+    other replicas have newer weights. They continue elsewhere from the tokens that they have. A
+    rollout of an evaluation cannot be aborted alone: it runs again if the machine goes first.
+    """
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield aborts, stops, and the next instant to look."""
+        return self._empty(state) if state.fleet.leaving else ()
+
+    def is_at_rest(self, state: State) -> bool:
+        """Return whether no machine is about to be taken away."""
+        return not state.fleet.leaving
+
+    def _empty(self, state: State) -> Iterator[Command]:
+        own = state.evaluations
+        evaluating = set() if own is None else set(own.sent.values())
+        for replica in list(state.fleet.leaving.values()):
+            coming = replica.version if replica.loading is None else replica.loading
+            if state.now >= replica.empty_at or coming != state.pushed_version:
+                for rollout in replica.rollouts.values():
+                    if not rollout.is_aborting:
+                        yield Abort(rollout.id, replica.id)
+            elif state.next_wake is None or state.next_wake > replica.empty_at:
+                yield WakeAt(replica.empty_at)
+            has_work = replica.loading is not None or replica.rollouts
+            if not has_work and replica.id not in evaluating:
+                yield StopReplica(replica.id)
 
 
 def _may_start_lent(state: State) -> bool:

@@ -14,7 +14,7 @@ from streamrl.report.words import dollars, percent, share_text, tiers_text
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
-from streamrl.runfile.formatting import listing
+from streamrl.runfile.formatting import format_duration, listing
 from streamrl.runfile.frameworks import Setting, framework_of, settings_of
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.reading import read_text, read_toml
@@ -200,6 +200,11 @@ def _of_pool(pools: dict[str, PoolConfig], name: str) -> Iterator[Assumption]:
     if rate := pool.spot_failures_per_gpu_day:
         key = f"{RUN_FILE}: cluster.pools.{name}.spot_failures_per_gpu_day"
         yield Assumption(f"spot pool {name}", f"a GPU is taken away {rate:g} times a day", key)
+    if pool.spot_warning:
+        later = format_duration(pool.spot_replacement_time)
+        told = f"{format_duration(pool.spot_warning)} before; another machine {later} later"
+        key = f"{RUN_FILE}: cluster.pools.{name}.spot_warning"
+        yield Assumption(f"notice in spot pool {name}", told, key)
 
 
 def _bandwidth(bandwidth: Bandwidth) -> str:
