@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,16 @@ def test_gpu_seconds_of_switches_are_a_cause_of_their_own() -> None:
     assert trainer.idle["switch"] * trainer.gpu_seconds == pytest.approx(switched * gpus)
     assert trainer.gpu_seconds == pytest.approx(run.trainer.num_gpus * trace.entries[-1].time)
     assert sum({**found.whole.busy, **found.whole.idle}.values()) == pytest.approx(1)
-    assert sum(trainer.busy[each] for each in ("prefill", "decode", "underfilled")) > 0
+    generating = sum(trainer.busy[each] for each in ("prefill", "decode", "underfilled"))
+    assert generating > 0
+    every = (1, run.algorithm.steps)
+    lent = measure(trace, every).lending
+    stepped_at = [0.0, *(e.time for e in trace.entries if isinstance(e.event, Stepped))]
+    lent_at = [e.time for e in trace.entries if of(Lend, e.commands)]
+    steps = [any(a <= at < b for at in lent_at) for a, b in pairwise(stepped_at)]
+    assert lent is not None and (lent.steps, lent.num_lent) == (5, sum(steps))
+    assert lent.generating > 0 and lent.switching > 0
+    assert measure(simulate(lent_run(lending=None)), every).lending is None
 
 
 @pytest.mark.parametrize("system", ["stream-sync", "stream-async"])
@@ -348,6 +358,14 @@ def test_an_executed_run_survives_a_death_at_each_switch(
         (
             {"policies__system": "one-step-async"},
             r"set it to 'stream-async', or remove \[lending\]",
+        ),
+        (
+            {"policies__system": "fully-async", "policies__weight_sync": "barrier"},
+            r"set policies\.weight_sync to 'drain-then-load', or policies\.max_staleness to 0",
+        ),
+        (
+            {"policies__system": "disaggregated", "policies__max_staleness": 1},
+            r"'barrier' does not work with \[lending\] if rollouts may be stale",
         ),
         ({"policies__migration": "consolidate"}, r"set it to 'none', or remove \[lending\]"),
         ({"lending": {"replicas": 9}}, r"lending\.replicas=9: .* the trainer has only 4; lower it"),

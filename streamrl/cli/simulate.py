@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.output import echo
@@ -27,16 +27,20 @@ from streamrl.cli.shared import (
 from streamrl.engine.trace import Trace, recorded_world
 from streamrl.hardware.resolved import resolve
 from streamrl.record.ledger import ledger_line
-from streamrl.record.metrics import Metrics, measure
+from streamrl.record.metrics import LendingMetrics, Metrics, measure
 from streamrl.record.run_directory import TRACE, read_inputs
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
+from streamrl.runfile.formatting import format_share, format_step_time
 from streamrl.runfile.paths import paths_of
 from streamrl.runfile.result_files import write_results
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.steady_state import UnfinishedError, measure_steady, simulate_steady
+
+if TYPE_CHECKING:
+    from streamrl.sim.planner.plan import SpotSavings
 
 STUDIES = "Studies: many values"
 COMPARISONS = "Comparisons: two runs"
@@ -175,10 +179,21 @@ def simulate(
         run = load_run(run_file, overrides or ())
         metrics = _simulate(run, output)
         facts = list(framework_sources(resolve(run)))
+        is_compared = any(each.on_demand_price for each in run.cluster.pools.values())
+        spot = _spot_savings(run) if is_compared and not metrics.unfinished else None
         if as_json:
-            print_json({"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts})
+            more = {} if spot is None else {"spot": spot}
+            whole = {"whole_run": metrics.whole_run, **asdict(metrics), "framework": facts}
+            print_json({**whole, **more})
         else:
             stdout_console().print(metrics_table(metrics, intervals=intervals))
+            if metrics.lending is not None and not metrics.unfinished:
+                alone = measure_steady(replace(run, lending=None)).step_time
+                echo(_lending_text(metrics.lending, metrics.step_time, alone))
+            if spot is not None:
+                from streamrl.report.plan_report import spot_text
+
+                echo(spot_text(spot))
             for fact in facts:
                 echo(fact)
             echo(ledger_line(metrics.ledger))
@@ -189,6 +204,25 @@ def simulate(
         check_ledger(metrics.ledger)
         if metrics.unfinished:
             raise UnfinishedError(metrics.unfinished)
+
+
+def _lending_text(lending: LendingMetrics, step_time: float, alone: float) -> str:
+    """Return how often GPUs were lent, and the seconds of a step with `[lending]` and without it."""
+    change = step_time / alone - 1
+    return (
+        f"[lending]: GPUs were lent in {lending.num_lent:,} of {lending.steps:,} steps; GPUs of the trainer generate for "
+        f"{format_share(lending.generating)} and switch for {format_share(lending.switching)} of their time; a step takes "
+        f"{format_step_time(step_time, None)}, and {format_step_time(alone, None)} without [lending] ({change:+.1%})"
+    )
+
+
+def _spot_savings(simulated: Run) -> SpotSavings | None:
+    """Return what the spot machines of a run save; None if it uses none with an `on_demand_price`."""
+    from streamrl.sim.parallel import worker_pool
+    from streamrl.sim.planner.spot_savings import spot_savings
+
+    with worker_pool() as pool:
+        return spot_savings(simulated, pool)
 
 
 def _given_of_studies(has_seeds: bool, has_metrics: bool, skips: bool) -> dict[str, bool]:
