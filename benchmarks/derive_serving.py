@@ -81,6 +81,7 @@ def main() -> None:
     _write("trtllm_load", list(_load(_read(data, "trtllm_max_throughput"))), LOAD)
     _write("sglang", list(_sglang(_read(data, "sglang_cookbook"))), SGLANG)
     _write("threads", list(_threads(_read(data, "points_from_threads"))), THREADS)
+    _write("evalscope", list(_evalscope()), EVALSCOPE)
 
 
 MLENERGY = {
@@ -136,6 +137,13 @@ THREADS = {
     "measured": "time a token of output",
     "assumed": "lengths of InferSim are its defaults; one A100 for Qwen3-30B-A3B at batch 1, with a vLLM of no stated "
     "version: of July 2025, before async scheduling, so 0.6.3 on A100 is nearest",
+}
+EVALSCOPE = {
+    "source": "tim-wang-tecg-blog.pages.dev/llm/llm-benchmark-en, read 2026-11-29",
+    "licence": "facts; the page states no licence",
+    "measured": "five requests at once on one H100, SGLang 0.4.9 and vLLM 0.9.0: whole time a token of output, prefill in it",
+    "assumed": "prompts of 1,700 tokens: the page limits them to 5,000 to 10,000 characters; 50 and 100 requests are left "
+    "out, as their seconds and their rate contradict each other",
 }
 
 
@@ -311,6 +319,25 @@ def _threads(table: pd.DataFrame) -> Iterator[ServingRow]:
             output=line["osl"],
             context=line["isl"] + line["osl"] / 2,
             value=line["tpot_ms"],
+        )
+
+
+def _evalscope() -> Iterator[ServingRow]:
+    for engine, version, seconds in (("sglang-0.5", "0.4.9", 15.00), ("vllm-0.10", "0.9.0", 15.75)):
+        yield ServingRow(
+            engine=engine,
+            version=version,
+            gpu="h100",
+            model="llama-3.1-8b",
+            dtype="bfloat16",
+            tensor_parallel=1,
+            expert_parallel=1,
+            kind="batch",
+            batch=5,
+            prompt=1700,
+            output=2000,
+            context=2700,
+            value=1e3 * seconds / 2000,
         )
 
 

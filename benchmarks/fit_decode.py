@@ -116,6 +116,7 @@ FITS = {
             quantises_apart=True,
             pads_experts=("hopper", "blackwell"),
         ),
+        is_fitted=lambda row: False,
         note="nothing: `step` is that of vLLM 0.6, which does not schedule asynchronously either, and `request` the "
         "paper's: 5.8 ms for 256 rollouts, where 5 to 6 are published (vLLM issue 10634, pull 11133); `layer` and "
         "formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
@@ -148,16 +149,18 @@ FITS = {
         "tried and met these rows worse, so that their errors flatter it",
     ),
     "sglang-0.4": Fit(
-        name="SGLang 0.4.6, CUDA graphs",
+        name="SGLang 0.4.6 on H20, CUDA graphs",
         versions=("0.4",),
         terms=("slowdown", "step", "layer"),
         start=Overheads(request=REQUEST, log_prob_step=SYNCHRONIZATION),
         note="batch 1 on H20, so `request` is the paper's; `slowdown`: weights and cache are read at half the "
-        "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model; `log_prob_step` from pull 20972",
+        "bandwidth that the tables of H20 and H20-3e reach, whatever the size of the model, and no other page has that: eager "
+        "Transformers read Qwen3-32B faster on the same GPUs, and SGLang 0.4.9 on H100 has no such factor; `log_prob_step` "
+        "from pull 20972",
     ),
     "sglang-0.5": Fit(
         name="SGLang 0.5, CUDA graphs",
-        versions=("0.5",),
+        versions=("0.4.9", "0.5"),
         terms=(),
         start=Overheads(
             request=REQUEST,

@@ -145,7 +145,9 @@ LIMITS = (
     "own report leaves 19 s unexplained. These rows are the errors above 40 % of refits and switches.",
     "HybridFlow's generation: no profile is of its vLLM 0.3.1, and what stays in memory beside KV caches is not stated. Llama-3.1-70B with DTensor: neither the degrees "
     "nor recomputation are stated, and its training stays outside their range.",
-    "RLinf and verl 0.5 generate with SGLang 0.4, whose constants rest on H20 alone.",
+    "RLinf and verl 0.5 generate with SGLang 0.4. Their rows take constants of one page about H20. SGLang 0.4.9 alone is twice as fast on "
+    "H100, and with its seconds their generation would be 38 % too short. Inside verl, SGLang was slower than alone (verl issue 1208), "
+    "and nobody published why. So their errors may be two that cancel.",
     "Tensor ranks on several nodes: the latency of NCCL between nodes was checked on one row (76 us for a measured 118 us).",
     "Generation has larger errors than other stages, and few rows. Its own spread is pulled towards that of all stages, so its bands "
     "alone are too narrow.",
