@@ -273,6 +273,12 @@ class Replica:
         self._curve, self._padded_share = self._costs.decode, self._costs.padded_share
         self._rides_along = self._costs.rides_along
         self._lending = around.costs.lending
+        self._handling, self._handling_time = (
+            around.cores.time_of("handling"),
+            around.costs.handling_time,
+        )
+        self._num_given_up = 0
+        """Rollouts that were aborted so that the trainer gets its GPUs back."""
         self._rollouts = around.rollouts
         self._emit = emit or around.emit
         rollout = around.run_file.replica_kinds[kind]
@@ -411,6 +417,11 @@ class Replica:
     def _make_change(
         self, command: LoadWeights | Lend | TakeBack
     ) -> Generator[simpy.Event, Any, None]:
+        if (
+            self._num_given_up
+        ):  # the controller handles the end of each before the GPUs change sides
+            yield self._handling.work(self._num_given_up * self._handling_time)
+            self._num_given_up = 0
         seconds = self._seconds_of(command)
         yield self._time.work(seconds)
         self._change = None
@@ -655,6 +666,7 @@ class Replica:
             attempt = self._running.get(rollout) or self._queued.pop(rollout, None)
             if attempt is None:
                 continue  # finished before the abort arrived
+            self._num_given_up += self._handling_time > 0 and isinstance(self._change, TakeBack)
             if rollout in self._running:
                 self._leave(attempt)
                 self._is_full = False

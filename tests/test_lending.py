@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,24 @@ def test_gpu_seconds_of_switches_are_a_cause_of_their_own() -> None:
     assert lent is not None and (lent.steps, lent.num_lent) == (5, sum(steps))
     assert lent.generating > 0 and lent.switching > 0
     assert measure(simulate(lent_run(lending=None)), every).lending is None
+
+
+def test_gpus_return_after_the_controller_has_handled_each_aborted_rollout() -> None:
+    lending = {"tensor_parallel": 1, "memory_utilization": 0.6}
+    run = small_run({**BOUND_BY_GENERATION, "policies.system": "stream-sync", "lending": lending})
+    costs = replace(Costs.load(run), handling_time=0.001)
+    trace = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run()
+    asked: dict[int, tuple[float, int]] = {}
+    waits: list[tuple[float, int]] = []
+    for time, event, commands in trace.entries:
+        if isinstance(event, TakenBack):
+            since, num_aborted = asked.pop(event.replica)
+            waits.append((time - since, num_aborted))
+        for command in of(TakeBack, commands):
+            own = [each for each in of(Abort, commands) if each.replica == command.replica]
+            asked[command.replica] = time, len(own)
+    assert max(num for _, num in waits) > 5
+    assert all(wait >= 0.001 * num for wait, num in waits)
 
 
 @pytest.mark.parametrize("system", ["stream-sync", "stream-async"])
