@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -228,7 +229,8 @@ def test_a_generation_that_never_ends_costs_its_replica_and_not_the_run(tmp_path
 
     trace = asyncio.run(asyncio.wait_for(go(), timeout=60))
     (lost,) = [entry.event for entry in trace.entries if isinstance(entry.event, ReplicaLost)]
-    assert "Generate took more than 2 s" in lost.reason
+    # ten times the patience, or more after slow generations
+    assert re.search(r"Generate took more than \d+ s", lost.reason), lost.reason
     check_every_rollout_is_accounted_for(trace)
     assert measure(trace).num_steps == 4
 
