@@ -1,4 +1,4 @@
-"""What doctor says of faults that a run file plans: those that end the run, with what it takes to survive them."""
+"""What doctor says of faults that a run file plans, and of spot machines: those that end the run, with what it takes to survive them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_with(*faults: dict[str, Any], **changes: Any) -> Run:
 
 
 def found(run: Run) -> dict[str, Finding]:
-    return {each.name: each for each in examine(run) if each.name.startswith("faults")}
+    return {each.name: each for each in examine(run) if each.name.startswith(("faults", "spot"))}
 
 
 def versions(run: Run) -> int:
@@ -51,3 +51,16 @@ def test_a_driver_that_dies_is_said_to_be_nothing_for_a_simulation() -> None:
     finding = found(run_with({"kind": "driver-dies", "step": 2}))["faults-of-the-driver"]
     assert finding.level == "warning" and "killed 1 time," in finding.text
     assert "driver-dies" in finding.fix and not finding.changes
+
+
+def test_spot_machines_without_a_notice_and_those_of_a_trainer_are_named() -> None:
+    spot = {"spot_failures_per_gpu_day": 0.5}
+    run = small_run(
+        {f"cluster.pools.{pool}.{key}": v for pool in ("far", "near") for key, v in spot.items()}
+    )
+    findings = found(run)
+    assert "continue from their last saved tokens" in findings["spot-without-notice"].text
+    assert "'near'" in findings["spot-trainer"].text
+    changes = findings["spot-without-notice"].changes
+    assert changes == {"cluster.pools.far.spot_warning": "30 s"}
+    assert list(found(changed(run, changes))) == ["spot-trainer"]

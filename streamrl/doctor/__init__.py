@@ -5,7 +5,7 @@ Read these files first:
 - `examination.py`: `Examination`, the result for people and for scripts.
 - `diagnosis.py`: the list of all checks on a valid run, and the list of their fixes.
 - `invalid_keys.py`: errors of keys, types and combinations. It also repairs a run so that the other checks can go on.
-- `memory.py`, `divisibility.py`, `batch.py`, `staleness.py`, `idle_gpus.py`, `files.py`, `planned_faults.py`,
+- `memory.py`, `divisibility.py`, `batch.py`, `staleness.py`, `idle_gpus.py`, `files.py`, `planned_faults.py`, `spot.py`,
   `framework.py`: one topic each.
 - `every_side.py`: repeats the checks for secondary trainers and for further replica kinds.
 

@@ -13,6 +13,7 @@ from streamrl.doctor import (
     idle_gpus,
     memory,
     planned_faults,
+    spot,
     staleness,
 )
 from streamrl.hardware.profiles import load_model
@@ -63,6 +64,14 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     ("staleness", lambda run: staleness.find(run.policies, run.algorithm)),
     ("staleness", staleness.find_idle_clips),
     ("run file", lambda run: planned_faults.find(run.faults, run.policies.max_restarts)),
+    (
+        "run file",
+        lambda run: spot.find(
+            run.cluster.pools,
+            [own.pool for own in run.rollout.kinds],
+            [own.pool for own in run.trainers],
+        ),
+    ),
     ("run file", framework.find),
     ("files", lambda run: files.find_assumptions(run.model, run.rollout.dtype)),
 )
@@ -74,6 +83,7 @@ FIXES = {
     **staleness.FIXES,
     **staleness.CLIP_FIXES,
     **planned_faults.FIXES,
+    **spot.FIXES,
     **framework.FIXES,
 }
 
