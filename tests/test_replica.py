@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -281,6 +282,25 @@ def test_a_load_in_flight_splits_the_tokens_exactly_where_the_weights_changed(
             assert_close(done, sampled_logprobs(logits, tokens_of(done), 1.0), atol=1e-4)
 
     serve(model_path, backend, scenario)
+
+
+def test_a_rollout_after_a_load_shares_no_prefix_of_the_old_weights(
+    model_path: Path, new_weights: Weights, tmp_path: Path
+) -> None:
+    manifest = write_buckets(new_weights.items(), tmp_path, version=4)
+
+    async def scenario(replica: ReplicaWorker) -> None:
+        older = asyncio.create_task(replica.generate(request(0, 300)))
+        await replica.generate(request(9, 10))
+        await replica.load(manifest, drain=False)
+        sibling = msgspec.structs.replace(request(0, 20), rollout=1)
+        done = await replica.generate(sibling)
+        assert not older.done()
+        assert_close(done, full_forward(reference(model_path, new_weights), sibling, done, 1.0))
+        await replica.abort(0)
+        await older
+
+    serve(model_path, "transformers", scenario)
 
 
 def corrupt(manifest: Manifest) -> Manifest:

@@ -4,6 +4,9 @@ Decoding sequences have the first rows, without gaps: when one ends, the last on
 the next token of each, and then prefixes of new sequences: at most `PREFILL_TOKENS` tokens, in order of arrival. So at
 most one sequence has part of its prefix in the cache, in the row after the last decoding one.
 
+With `shares_prefixes`, a sequence copies the keys and values of a decoding one that has the same prefix and computed
+it with the current weights. Then it computes only the last token. If that prefix is being computed, it waits.
+
 Figures of a row are numpy arrays on the host, and a pass changes those of all rows at once.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +37,7 @@ class RowSequence:
     """One sequence that is generated."""
 
     run: str
-    prefix: Sequence[int]
+    prefix: tuple[int, ...]
     max_new_tokens: int
     is_over: IsOver | None = None
     """Whether its output ends with the last token; None: only end tokens and its length end it."""
@@ -43,6 +46,10 @@ class RowSequence:
     prefill_at: float | None = None
     num_computed: int = 0
     """Number of prefix tokens in the cache."""
+    row: int = 0
+    """Its row, from the first pass on."""
+    weights: int = 0
+    """Which weights have computed the start of its prefix; see `RowBatch.change_weights`."""
 
 
 class RowBatch:
@@ -59,7 +66,11 @@ class RowBatch:
         self._decoding: list[RowSequence] = []
         """By row."""
         self._filling: deque[RowSequence] = deque()
-        """Sequences whose prefix is not complete; the first one may be in the row after those that decode."""
+        """Sequences whose prefix is not complete. The first one may have a part of it in the row after those that decode."""
+        self._weights = 0
+        """Number of times that the weights have changed."""
+        self._owners: dict[tuple[int, ...], RowSequence] = {}
+        """By prefix: the newest decoding sequence that has it in the cache, computed with the current weights."""
         self._lengths = np.zeros(rows, np.int64)
         """Number of cached tokens of each decoding row."""
         self._counts = np.zeros(rows, np.int64)
@@ -81,9 +92,14 @@ class RowBatch:
 
     def allocate(self) -> None:
         """Allocate the cache, which takes a pass."""
-        self.add(RowSequence("", [0], 1))
+        self.add(RowSequence("", (0,), 1))
         self.compute_pass()
         self._times.clear()
+
+    def change_weights(self) -> None:
+        """Share no prefix with later sequences that the weights before have computed."""
+        self._weights += 1
+        self._owners.clear()
 
     def read(self, run: str) -> RunningSequence:
         """Return the output of a run so far."""
@@ -103,7 +119,8 @@ class RowBatch:
         """Compute one pass, and sample a token for each sequence whose prefix is complete; return those that ended."""
         began_at = time.perf_counter()
         count = len(self._decoding)
-        prefixes = list(self._next_prefixes(count, began_at))
+        filled = list(self._next_prefixes(began_at))
+        prefixes = [part for _, part in filled]
         plan = RowPass.plan(self._cache, self._lengths[:count], prefixes, self._random.device)
         if passes is not None:
             content = PassContent(
@@ -113,29 +130,41 @@ class RowBatch:
         given = [self._tokens[np.arange(count), self._counts[:count] - 1]]
         given += [
             np.array(sequence.prefix[each.start : each.start + each.length])
-            for sequence, each in zip(self._filling, prefixes, strict=False)
+            for sequence, each in filled
         ]
         logits = self._forward(plan, np.concatenate(given))
         self._lengths[:count] += 1
-        self._begin_decoding(prefixes)
+        self._begin_decoding(filled)
         if not self._decoding:
             return []
         self._sample(logits)
         self._times.append(time.perf_counter())
         return self._take_ended()
 
-    def _next_prefixes(self, row: int, now: float) -> Iterator[Prefix]:
-        """Yield the parts of prefixes of the next pass, in rows from `row` on."""
-        left = PREFILL_TOKENS
-        for number, sequence in enumerate(self._filling):
-            if not left or row + number == self._settings.max_running:
+    def _next_prefixes(self, now: float) -> Iterator[tuple[RowSequence, Prefix]]:
+        """Yield sequences with the parts of their prefixes that the next pass computes, in rows after the decoding ones."""
+        left, row = PREFILL_TOKENS, len(self._decoding)
+        begun = set[tuple[int, ...]]()
+        for sequence in self._filling:
+            if not left:
                 return
+            if self._settings.shares_prefixes:
+                if sequence.prefix in begun:
+                    continue
+                begun.add(sequence.prefix)
+            sequence.row, row = row, row + 1
             if sequence.prefill_at is None:
                 sequence.prefill_at = now
+                sequence.weights = self._weights
+                owner = self._owners.get(sequence.prefix)
+                if owner is not None:
+                    begun.remove(sequence.prefix)
+                    sequence.num_computed = len(sequence.prefix) - 1
+                    self._cache.move_row(owner.row, sequence.row, sequence.num_computed)
             start = sequence.num_computed
             length = min(left, len(sequence.prefix) - start)
             left -= length
-            yield Prefix(row + number, start, length)
+            yield sequence, Prefix(sequence.row, start, length)
 
     def _forward(self, plan: RowPass, tokens: Any) -> torch.Tensor:
         """Return the logits after each decoding row and each part of a prefix, (rows, vocabulary)."""
@@ -157,19 +186,23 @@ class RowBatch:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _begin_decoding(self, prefixes: list[Prefix]) -> None:
+    def _begin_decoding(self, filled: list[tuple[RowSequence, Prefix]]) -> None:
         """Let sequences decode whose prefix a pass has completed; the logits of an incomplete one are not used."""
-        for each in prefixes:
-            sequence = self._filling[0]
-            sequence.num_computed += each.length
-            if sequence.num_computed < len(sequence.prefix):
-                return
-            self._filling.popleft()
+        for sequence, part in filled:
+            sequence.num_computed += part.length
+        complete = [s for s, _ in filled if s.num_computed == len(s.prefix)]
+        begun = {id(sequence) for sequence, _ in filled}
+        partial = [s for s, _ in filled if s.num_computed < len(s.prefix)]
+        self._filling = deque([*partial, *(s for s in self._filling if id(s) not in begun)])
+        for sequence in complete:
+            row = sequence.row
             self._decoding.append(sequence)
-            self._lengths[each.row] = sequence.num_computed
-            self._counts[each.row] = 0
-            self._limits[each.row] = sequence.max_new_tokens
-            self._evaluates[each.row] = sequence.evaluates
+            self._lengths[row] = sequence.num_computed
+            self._counts[row] = 0
+            self._limits[row] = sequence.max_new_tokens
+            self._evaluates[row] = sequence.evaluates
+            if self._settings.shares_prefixes and sequence.weights == self._weights:
+                self._owners[sequence.prefix] = sequence
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample the next token of each decoding row from its logits."""
@@ -209,18 +242,23 @@ class RowBatch:
 
     def _drop(self, rows: list[int]) -> None:
         """Remove decoding rows, given in order, and close the gaps."""
-        before = len(self._decoding)
+        for row in rows:
+            ended = self._decoding[row]
+            if self._owners.get(ended.prefix) is ended:
+                del self._owners[ended.prefix]
         for row in reversed(rows):
             last = len(self._decoding) - 1
             sequence = self._decoding.pop()
             if row < last:
                 self._decoding[row] = sequence
+                sequence.row = row
                 self._cache.move_row(last, row, int(self._lengths[last]))
                 for figures in (self._lengths, self._counts, self._limits, self._evaluates):
                     figures[row] = figures[last]
                 made = self._counts[row]
                 self._tokens[row, :made] = self._tokens[last, :made]
                 self._logprobs[row, :made] = self._logprobs[last, :made]
-        computed = self._filling[0].num_computed if self._filling else 0
-        if computed and rows:
-            self._cache.move_row(before, len(self._decoding), computed)
+        if self._filling and self._filling[0].num_computed and rows:
+            partial = self._filling[0]
+            self._cache.move_row(partial.row, len(self._decoding), partial.num_computed)
+            partial.row = len(self._decoding)

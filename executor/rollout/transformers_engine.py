@@ -8,9 +8,6 @@ sequences, and waits while there is nothing to generate or while generation is p
 | a run ends in exactly one call of its `on_end` | `_deliver` and `_fail` take it out of `_on_end` |
 | inside `paused()` no token is sampled, and every earlier `on_end` has been called | `_in_pass`: a pass hands its results to the event loop before it ends |
 | after `stop()` or a crash, `submit` and `paused` raise | `_check_alive` |
-
-Sequences share no keys: those of a shared prefix may come from older weights, and a rollout that starts after a load
-would attend to them.
 """
 
 from __future__ import annotations
@@ -131,7 +128,7 @@ class TransformersEngine:
         self._check_alive()
         run = next(self._ids)  # not the rollout's id: a late cancel would hit its next attempt
         self._on_end[run] = on_end
-        self._submitted.append(RowSequence(run, tokens, max_new_tokens, is_over, evaluates))
+        self._submitted.append(RowSequence(run, tuple(tokens), max_new_tokens, is_over, evaluates))
         if not self._wakes:  # once, after all that this turn of the event loop submits
             self._wakes = True
             self._loop.call_soon(self._wake)
@@ -168,7 +165,14 @@ class TransformersEngine:
 
     async def read_weights(self, manifest: Manifest) -> Copy:
         """Read new weights; return a function that copies them."""
-        return await read_weights(manifest, self._model)
+        copy = await read_weights(manifest, self._model)
+
+        async def load() -> None:
+            await copy()
+            if self._batch is not None:
+                self._batch.change_weights()
+
+        return load
 
     async def sleep(self) -> None:
         """Free the cache and move the weights to host memory."""

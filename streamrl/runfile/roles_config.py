@@ -312,9 +312,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Executed: the servers of backend external."""
     shares_prefixes: bool | None = None
     """Whether a group's prompt is prefilled and kept once, as vLLM and SGLang do. `execute` does so
-    with `backend` vllm, for rollouts that start under the same weights. The default is true,
-    except where `costs.profile` was measured on transformers, which computes the prompt of each
-    rollout.
+    for rollouts that start under the same weights, except with `backend` static. The default is
+    true, except where `costs.profile` was measured on transformers, whose profile has the prompt
+    of each rollout.
     """
     migration_transfer: Literal["recompute", "kv"] = "recompute"
     """How a rollout moved by `policies.migration` gets its KV cache. recompute: it is computed
