@@ -37,7 +37,7 @@
 #   make bench-first-answer  how soon a first answer comes, and its figures against whole simulations
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
 #   make bench-handover  CPU seconds that a rollout costs the controller
-#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; a quarter of an hour
+#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; half an hour; TRL_OPTIONS=--quick: four minutes, --continue: go on
 #   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
 # Accuracy:
 #   make bench-costs        operator tables, decode curve, training and weight sync against measurements
@@ -218,7 +218,7 @@ bench-workers: $(READY)
 	$(BIN)/python -m benchmarks.bench_workers $(if $(AGAINST),--against $(AGAINST))
 
 bench-trl: $(TRL)/.ready
-	$(TRL)/bin/python -m benchmarks.bench_trl
+	$(TRL)/bin/python -m benchmarks.bench_trl $(TRL_OPTIONS)
 
 bench-ablation: $(READY)
 	$(BIN)/python -m benchmarks.bench_ablation --output docs/ablation.md

@@ -1,8 +1,10 @@
-"""Compare `streamrl execute` with TRL's GRPOTrainer on one machine: seconds of a training step, and rewards.
+"""Compare `streamrl execute` with TRL's GRPOTrainer on one machine: seconds of a step, and a held-out score.
 
     make bench-trl
+    python -m benchmarks.bench_trl --quick       four minutes, with settings that were the fastest
+    python -m benchmarks.bench_trl --continue    go on after an interruption
 
-Both train the quickstart's model on its prompts: 24 prompts per step with 8 rollouts of at most 128
+Both train the quickstart's model on the same prompts: 24 prompts per step with 8 rollouts of at most 128
 tokens. Both use AdamW, the PPO clip, a mean over tokens, rewards of one scorer, float32 and two
 cores in all. Both run under the interpreter of this script, so on the same torch and transformers.
 All of TRL's `SETTINGS` and of streamrl's `OWN_SETTINGS` are tried first, for each system. Those
@@ -11,11 +13,14 @@ close to the fastest run again, and the fastest of each system are compared.
 TRL computes rollouts whose advantage is 0, though they have no gradient; streamrl leaves them out.
 So TRL is compared twice: unchanged, and without these rollouts, which is the fair comparison.
 
-Rounds are interleaved, each in its own process, at a learning rate at which lengths do not change.
-The first two and the last two steps do not count. A system that generates ahead has no rollouts
-ahead at the start, and nothing to generate at the end. Rewards are compared at the quickstart's
-learning rate, seed by seed. Nothing else may run on the machine. The CPU time of other processes is
-printed.
+Seconds: rounds in which each trainer runs once, in its own processes, at a learning rate at which
+lengths do not change. The order alternates. The first two and the last two steps do not count. A
+system that generates ahead has no rollouts ahead at the start, and nothing to generate at the end.
+
+Scores: each trainer trains from each seed at the quickstart's learning rate. `streamrl evaluate` scores
+the last weights of all on the same held-out prompts. Differences from TRL are paired by prompt.
+
+Nothing else may run on the machine. The CPU time of other processes is printed.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -40,12 +46,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trl_training import CORES, HERE, MODEL, ROLLOUTS, SETTINGS
+from streamrl.executor.checkpoint_export import choose_checkpoint
 from streamrl.executor.libc import prctl
+from streamrl.record.evaluation import EvaluationResult, Score, difference, mean_of
+from streamrl.runfile.evaluation_config import EvaluationConfig
 
 STILL, LEARNING = 1e-6, 4e-4
 """Learning rates: one at which lengths do not change, and the quickstart's."""
@@ -55,8 +65,9 @@ count an even number.
 """
 TRIED_STEPS = 6
 """Counted steps of a setting in the first trials."""
-LAST = 10
-"""Number of last steps whose mean reward is compared."""
+HELD_OUT, SAMPLES = 200, 4
+"""Prompts that nothing is trained on, the last ones of the file, and rollouts of each in an evaluation."""
+SCORER = "reasoning-gym"
 TRIES, CLOSE = 3, 1.25
 """Number of trials of a setting, and the slowdown up to which it is tried again. A single trial is
 too noisy.
@@ -66,15 +77,17 @@ SLOWEST = 120
 SYSTEMS = {"sync": "stream-sync", "async": "stream-async"}
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "as the example": {},
-    "all at once": {"rollout.max_running": ROLLOUTS},
+    "all at once": {"rollout.max_running": ROLLOUTS, "rollout.shares_prefixes": True},
     "two replicas": {
         "rollout.replicas": 2,
         "rollout.max_running": ROLLOUTS // 2,
+        "rollout.shares_prefixes": True,
         "cluster.pools.local.gpus_per_node": 3,
     },
     "two replicas, two ranks": {
         "rollout.replicas": 2,
         "rollout.max_running": ROLLOUTS // 2,
+        "rollout.shares_prefixes": True,
         "trainer.data_parallel": 2,
         "trainer.zero": 0,
         "cluster.pools.local.gpus_per_node": 4,
@@ -86,6 +99,26 @@ result. Processes share the two cores and have one thread each.
 LEAVES_OUT = "TRL, advantages of 0 left out"
 PR_SET_CHILD_SUBREAPER = 36
 """Option of prctl: this process adopts orphaned child processes, so their CPU seconds count as its own."""
+FULL = {"rounds": 3, "steps": 10, "seeds": 3, "learning_steps": 25}
+QUICK = {
+    "rounds": 2,
+    "steps": 6,
+    "seeds": 1,
+    "learning_steps": 12,
+    "setting": "two processes, static cache",
+    "sync_setting": "two replicas",
+    "async_setting": "two replicas",
+}
+"""Options that are not given. The settings of `--quick` were the fastest on two cores."""
+INPUTS = HERE / "build/bench-trl"
+TRAINED_ON, HELD, RUN_FILE = (
+    INPUTS / name for name in ("trained.jsonl", "held-out.jsonl", "run.toml")
+)
+RESULTS = INPUTS / "results.json"
+COMMAND = [sys.executable, "-c", "from streamrl.cli import main; main()"]
+EVALUATED_WITH = {"rollout.max_tokens": 128, "execute.threads": CORES}
+"""Changes of the run that evaluates."""
+CONFIDENCE = 0.95
 QUIET = 0.05
 """Share of CPU time that other processes may take. Above it, the figures are marked as doubtful."""
 
@@ -109,35 +142,60 @@ class Figure(NamedTuple):
     tokens: float | None = None
     """Mean output tokens of a rollout over all rounds."""
     tokens_per_second: float | None = None
+    interval: tuple[float, float] | None = None
+    """95 % interval of the mean."""
 
 
 Entrant = Callable[..., list[Step]]
-"""Trains for a number of steps at a learning rate, from a seed, within an optional `limit` of
-seconds.
+"""Trains for a number of steps at a learning rate, from a seed. It may have a `limit` of seconds, and a
+directory for the last `weights`.
 """
 
 
+class Finished:
+    """Results of finished runs, in a file, so that an interrupted benchmark can go on."""
+
+    def __init__(self, path: Path, *, continues: bool) -> None:
+        self._path = path
+        self._found: dict[str, Any] = {}
+        if continues and path.exists():
+            self._found = json.loads(path.read_text(encoding="utf-8"))
+
+    def steps(self, name: str, run: Callable[[], list[Step]]) -> list[Step]:
+        """Return the steps of a run, which is made unless it is finished."""
+        return [Step(*each) for each in self.result(name, run)]
+
+    def result(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return a finished result, or make it and write it to the file."""
+        if name not in self._found:
+            self._found[name] = make()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps(self._found), encoding="utf-8")
+            partial.replace(self._path)
+        return self._found[name]
+
+
 def main() -> None:
-    """Find the fastest settings of TRL and of each system, then compare their seconds and their rewards."""
+    """Find the fastest settings of TRL and of each system, then compare their seconds and their scores."""
     options = _read_arguments()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # also for child processes
     began = time.monotonic()
     taken = _machine_seconds()
-    if not MODEL.exists():
-        _run([sys.executable, "examples/make_quickstart.py", "--out", "build/quickstart"])
+    write_inputs()
     console = Console(stderr=options.json, width=110)
     console.print(_machine(), highlight=False)
+    finished = Finished(RESULTS, continues=options.continues)
     chosen, tried = {}, list[Figure]()
-    for who, settings in settings_to_try(options.setting, options.own_setting).items():
-        chosen[who], figures = fastest(who, settings, console)
+    for who, settings in settings_to_try(options).items():
+        chosen[who], figures = fastest(who, settings, finished, console)
         tried += figures
     runs = entrants(chosen)
-    rounds = compare(runs, options.rounds, options.steps)
+    rounds = compare(runs, options.rounds, options.steps, finished)
     figures = [*tried, *seconds(rounds), *ratios(rounds)]
     if options.seeds:
-        learned = learn(runs, options.seeds, options.learning_steps)
-        figures += rewards(learned, options.learning_steps)
+        figures += scores(learn(runs, options.seeds, options.learning_steps, finished))
     wall = time.monotonic() - began
     others = max(0.0, _machine_seconds() - taken - _own_seconds()) / (wall * (os.cpu_count() or 1))
     show(figures, console, options.json)
@@ -145,14 +203,30 @@ def main() -> None:
     console.print(summary + (": not a quiet one" if others > QUIET else ""), highlight=False)
 
 
-def settings_to_try(setting: str | None, own: str | None) -> dict[str, dict[str, Entrant]]:
+def write_inputs() -> None:
+    """Make the quickstart, and write the prompts to train on, the held-out ones, and the run file without evaluation."""
+    if not MODEL.exists():
+        _run([sys.executable, "examples/make_quickstart.py", "--out", "build/quickstart"])
+    lines = (MODEL.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    INPUTS.mkdir(parents=True, exist_ok=True)
+    TRAINED_ON.write_text("".join(lines[:-HELD_OUT]), encoding="utf-8")
+    HELD.write_text("".join(lines[-HELD_OUT:]), encoding="utf-8")
+    text = (HERE / "examples/quickstart.toml").read_text(encoding="utf-8")
+    own = re.sub(r"^\[evaluation\]\n(?:[^\[].*\n|\n)*", "", text, flags=re.MULTILINE)
+    RUN_FILE.write_text(own, encoding="utf-8")
+
+
+def settings_to_try(options: argparse.Namespace) -> dict[str, dict[str, Entrant]]:
     """Return the settings of TRL and of each system by name, or only the given ones."""
-    theirs = [setting] if setting else list(SETTINGS)
-    ours = [own] if own else list(OWN_SETTINGS)
+    theirs = [options.setting] if options.setting else list(SETTINGS)
+    given = {"sync": options.sync_setting, "async": options.async_setting}
     return {
         "TRL": {name: partial(run_trl, name) for name in theirs},
         **{
-            who: {name: partial(run_streamrl, system, OWN_SETTINGS[name]) for name in ours}
+            who: {
+                name: partial(run_streamrl, system, OWN_SETTINGS[name])
+                for name in ([given[who]] if given[who] else OWN_SETTINGS)
+            }
             for who, system in SYSTEMS.items()
         },
     }
@@ -165,20 +239,25 @@ def entrants(chosen: Mapping[str, Entrant]) -> dict[str, Entrant]:
 
 
 def fastest(
-    who: str, settings: Mapping[str, Entrant], console: Console
+    who: str, settings: Mapping[str, Entrant], finished: Finished, console: Console
 ) -> tuple[Entrant, list[Figure]]:
     """Return the setting with the fewest seconds per step, and a figure of each setting that was tried."""
     steps = WARM_UP + TRIED_STEPS + COOL_DOWN
     found: dict[str, list[float]] = {}
-    for name, run in settings.items() if len(settings) > 1 else ():
+
+    def tries(name: str, number: int, **limit: float) -> float:
+        run = partial(settings[name], steps, STILL, number, **limit)
+        return seconds_of(finished.steps(f"{who}, {name}, try {number}", run))
+
+    for name in settings if len(settings) > 1 else ():
         try:
-            found[name] = [seconds_of(run(steps, STILL, 0, limit=SLOWEST))]
+            found[name] = [tries(name, 0, limit=SLOWEST)]
         except RuntimeError as error:
             console.print(f"{who}, {name}: left out, {error}", highlight=False, markup=False)
-    least = min((tries[0] for tries in found.values()), default=0.0)
-    close = [name for name, tries in found.items() if tries[0] <= CLOSE * least]
+    least = min((each[0] for each in found.values()), default=0.0)
+    close = [name for name, each in found.items() if each[0] <= CLOSE * least]
     for number, name in product(range(1, TRIES), close if len(close) > 1 else ()):
-        found[name].append(seconds_of(settings[name](steps, STILL, number)))
+        found[name].append(tries(name, number))
     chosen = min(
         close, key=lambda name: statistics.median(found[name]), default=next(iter(settings))
     )
@@ -186,20 +265,58 @@ def fastest(
     return settings[chosen], [Figure(f"{who} tried, {name}: s/step", found[name]) for name in found]
 
 
-def compare(runs: Mapping[str, Entrant], rounds: int, steps: int) -> list[dict[str, list[Step]]]:
-    """Run all trainers in turn, `rounds` times."""
+def compare(
+    runs: Mapping[str, Entrant], rounds: int, steps: int, finished: Finished
+) -> list[dict[str, list[Step]]]:
+    """Run all trainers in turn, `rounds` times, in alternating order."""
     steps += WARM_UP + COOL_DOWN
-    return [
-        {name: run(steps, STILL, number) for name, run in runs.items()} for number in range(rounds)
-    ]
+    found = []
+    for number in range(rounds):
+        order = list(runs) if number % 2 == 0 else list(reversed(runs))
+        each = {
+            name: finished.steps(
+                f"{name}, round {number} of {steps} steps",
+                partial(runs[name], steps, STILL, number),
+            )
+            for name in order
+        }
+        found.append({name: each[name] for name in runs})
+    return found
 
 
-def learn(runs: Mapping[str, Entrant], seeds: int, steps: int) -> list[dict[str, list[Step]]]:
-    """Train TRL and the systems from each seed."""
+def learn(
+    runs: Mapping[str, Entrant], seeds: int, steps: int, finished: Finished
+) -> list[dict[str, EvaluationResult]]:
+    """Train TRL and the systems from each seed, and evaluate their last weights."""
+
+    def trained(run: Entrant, seed: int) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            weights = Path(folder, "weights")
+            run(steps, LEARNING, seed, weights=weights)
+            return evaluate(weights)
+
     return [
-        {name: run(steps, LEARNING, seed) for name, run in runs.items() if name != LEAVES_OUT}
+        {
+            name: msgspec.convert(
+                finished.result(
+                    f"{name}, seed {seed} of {steps} steps", partial(trained, run, seed)
+                ),
+                EvaluationResult,
+                str_keys=True,
+            )
+            for name, run in runs.items()
+            if name != LEAVES_OUT
+        }
         for seed in range(seeds)
     ]
+
+
+def evaluate(weights: Path) -> Any:
+    """Return the evaluation of a model on the held-out prompts."""
+    options = ["--prompts", str(HELD), "--scorer", SCORER, "--samples", str(SAMPLES), "--json"]
+    output = _run([*COMMAND, "evaluate", str(weights), *options, *_words(EVALUATED_WITH)])
+    (found,) = json.loads(output[output.index("{") :])["evaluations"].values()
+    return found
 
 
 def seconds_of(steps: list[Step]) -> float:
@@ -231,17 +348,40 @@ def ratios(rounds: list[dict[str, list[Step]]]) -> list[Figure]:
     ]
 
 
-def rewards(learned: list[dict[str, list[Step]]], steps: int) -> list[Figure]:
-    """Return the mean rewards of the last steps, for each seed."""
-    last = min(LAST, steps)
-    return [
+def scores(learned: list[dict[str, EvaluationResult]]) -> list[Figure]:
+    """Return the held-out scores of each seed, and how far the systems are above TRL."""
+    config = EvaluationConfig(prompts="", samples=SAMPLES)
+    figures = [
         Figure(
-            f"{name}: reward, steps {steps - last + 1} to {steps}",
-            [statistics.mean(step.reward for step in each[name][-last:]) for each in learned],
-            statistics.mean(step.tokens for each in learned for step in each[name][-last:]),
+            f"{name}: held-out {each.main}",
+            [seed[name].scores[each.main].value for seed in learned],
         )
-        for name in learned[0]
+        for name, each in learned[0].items()
     ]
+    for system in SYSTEMS:
+        changes = [
+            difference(each[system], each["TRL"], config)[each[system].main].score
+            for each in learned
+        ]
+        figures.append(
+            Figure(
+                f"{system}: score above TRL's",
+                [each.value for each in changes],
+                interval=_mean_interval(changes),
+            )
+        )
+    return figures
+
+
+def _mean_interval(changes: Sequence[Score]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean difference over seeds, by their spread.
+
+    With one seed it is that of its prompts.
+    """
+    if len(changes) == 1:
+        return changes[0].low, changes[0].high
+    mean = mean_of([each.value for each in changes], CONFIDENCE)
+    return mean.low, mean.high
 
 
 def run_trl(
@@ -252,6 +392,7 @@ def run_trl(
     limit: float | None = None,
     *,
     skips: bool = True,
+    weights: Path | None = None,
 ) -> list[Step]:
     """Train with TRL in separate processes."""
     setting = SETTINGS[name]
@@ -261,7 +402,9 @@ def run_trl(
         command = [sys.executable, *(many if setting.processes > 1 else [])]
         command += [str(HERE / "benchmarks/trl_training.py"), "--setting", name]
         command += ["--steps", str(steps), "--rate", str(rate), "--seed", str(seed)]
-        command += ["--out", str(out), *(["--skips"] if skips else [])]
+        command += ["--prompts", str(TRAINED_ON), "--out", str(out)]
+        command += ["--skips"] if skips else []
+        command += [] if weights is None else ["--weights", str(weights)]
         _run(command, setting.environment, limit)
         lines = json.loads(out.read_text(encoding="utf-8"))
     return [Step(line["time"], line["reward"], line["tokens"]) for line in lines]
@@ -274,11 +417,16 @@ def run_streamrl(
     rate: float,
     seed: int,
     limit: float | None = None,
+    *,
+    weights: Path | None = None,
 ) -> list[Step]:
     """Execute the quickstart's run file with a system."""
     with tempfile.TemporaryDirectory() as folder:
         changes = {
             "seed": seed,
+            "model.path": MODEL,
+            "workload.prompts": TRAINED_ON,
+            "workload.lengths.source": MODEL.parent / "lengths.csv",
             "policies.system": system,
             "algorithm.steps": steps,
             "algorithm.learning_rate": rate,
@@ -287,28 +435,41 @@ def run_streamrl(
             "execute.threads": 1,
             **setting,
         }
-        words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-c", "from streamrl.cli import main; main()", "execute"]
-        _run([*command, str(HERE / "examples/quickstart.toml"), *words], limit=limit)
+        _run([*COMMAND, "execute", str(RUN_FILE), *_words(changes)], limit=limit)
         text = Path(folder, "run/metrics.jsonl").read_text(encoding="utf-8")
+        if weights is not None:
+            shutil.copytree(last_checkpoint(Path(folder, "run")), weights)
     lines = map(json.loads, text.splitlines())
     return [Step(line["time"], line["reward"], line["length_mean"]) for line in lines]
 
 
+def last_checkpoint(run: Path) -> Path:
+    """Return the directory of a finished run's weights."""
+    return choose_checkpoint(run, "last").path
+
+
+def _words(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes of a run file as options of a command."""
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+
+
 def show(figures: list[Figure], console: Console, as_json: bool) -> None:
     """Print medians and spreads, as a table or as one JSON object per figure."""
-    table = Table("", "median", "least", "most", "tokens", "tokens/s", box=None)
+    columns = ("", "median", "least", "most", "tokens", "tokens/s", "95 % interval of the mean")
+    table = Table(*columns, box=None)
     for figure in figures:
-        name, values, tokens, per_second = figure
+        name, values, tokens, per_second, interval = figure
         found = [statistics.median(values), min(values), max(values)]
         if as_json:
             facts = dict(zip(("value", "least", "most"), found, strict=True))
             work = {"tokens": tokens, "tokens_per_second": per_second}
+            facts |= {"interval": interval} if interval else {}
             print(json.dumps({"name": name, **facts, **work, "values": list(values)}), flush=True)
         cells = [f"{value:.3f}" for value in (found if len(values) > 1 else found[:1])]
         cells += [""] * (3 - len(cells))
         cells += ["" if tokens is None else f"{tokens:.1f}"]
         cells += ["" if per_second is None else f"{per_second:,.0f}"]
+        cells += ["" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
         table.add_row(name, *cells)
     if not as_json:
         console.print(table)
@@ -323,8 +484,8 @@ def _machine() -> str:
 
 def _run(
     command: list[str], environment: Mapping[str, str] | None = None, limit: float | None = None
-) -> None:
-    """Run a command.
+) -> str:
+    """Run a command, and return its output.
 
     Raises:
         RuntimeError: the command failed or exceeded its limit; it has the error or the last line.
@@ -343,12 +504,14 @@ def _run(
             process.wait()
             _reap()
         log.seek(0)
-        lines = log.read().strip().splitlines() or ["it wrote nothing"]
+        output = log.read()
+        lines = output.strip().splitlines() or ["it wrote nothing"]
     if status:
         why = next(
             (line for line in lines if re.match(r"(\[rank\d\]: )?\w*Error", line)), lines[-1]
         )
         raise RuntimeError(f"exit status {status}: {why}")
+    return output
 
 
 def _kill(pid: int) -> None:
@@ -386,16 +549,25 @@ def _own_seconds() -> float:
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of every trainer")
-    parser.add_argument("--steps", type=int, default=10, help="counted steps of a round")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the comparison of rewards")
-    parser.add_argument("--learning-steps", type=int, default=25)
-    parser.add_argument("--setting", choices=SETTINGS, help="setting of TRL; others are not tried")
+    parser.add_argument("--quick", action="store_true", help="four minutes: few steps, one seed")
     parser.add_argument(
-        "--own-setting", choices=OWN_SETTINGS, help="setting of streamrl; others are not tried"
+        "--continue", dest="continues", action="store_true", help=f"use what {RESULTS} has"
     )
+    parser.add_argument("--rounds", type=int, help="rounds of every trainer; default 3")
+    parser.add_argument("--steps", type=int, help="counted steps of a round; default 10")
+    parser.add_argument("--seeds", type=int, help="seeds of the comparison of scores; default 3")
+    parser.add_argument("--learning-steps", type=int, help="default 25")
+    parser.add_argument("--setting", choices=SETTINGS, help="setting of TRL; others are not tried")
+    for who in SYSTEMS:
+        parser.add_argument(
+            f"--{who}-setting", choices=OWN_SETTINGS, help=f"of {who}; others are not tried"
+        )
     parser.add_argument("--json", action="store_true", help="one JSON object per figure")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name, value in (QUICK if options.quick else FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run GRPO with TRL's GRPOTrainer on the quickstart's model, prompts and rewards; used by `bench_trl`.
 
-    python benchmarks/trl_training.py --setting "two processes" --steps 12 --out figures.json
+    python benchmarks/trl_training.py --setting "two processes" --prompts trained.jsonl --out figures.json
 
 As in `examples/quickstart.toml`: AdamW, the PPO clip, no KL, advantages by group, a mean over the
 tokens of the batch, sampling at temperature 1, float32, one step per batch. `SETTINGS` are options of
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent.parent
 MODEL = HERE / "build/quickstart/model"
-PROMPTS = HERE / "build/quickstart/prompts.jsonl"
 PROMPTS_PER_STEP, GROUP_SIZE, MAX_TOKENS = 24, 8, 128
 ROLLOUTS = PROMPTS_PER_STEP * GROUP_SIZE
 CORES = 2
@@ -86,15 +85,27 @@ SETTINGS = {
 """Settings of TRL to try. By default a pass has all rollouts, or 48 with two processes."""
 
 
-def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) -> Any:
-    """Train in this process, or as one of several processes, and return the figures of each step."""
+def train(
+    setting: Setting,
+    prompts: Path,
+    steps: int,
+    rate: float,
+    seed: int,
+    *,
+    skips: bool,
+    weights: Path | None,
+) -> Any:
+    """Train in this process, or as one of several processes, and return the figures of each step.
+
+    The last weights and the tokenizer are written to `weights`.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(CORES // setting.processes)
-    records = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
     models: Any = AutoModelForCausalLM
     tokenizers: Any = AutoTokenizer
     figures: list[dict[str, float]] = []
@@ -136,6 +147,8 @@ def train(setting: Setting, steps: int, rate: float, seed: int, *, skips: bool) 
             callbacks=[_watch(figures)],
         )
         trainer.train()
+        if weights is not None:
+            trainer.save_model(str(weights))
     return figures
 
 
@@ -208,10 +221,19 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-6, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skips", action="store_true", help="skip rollouts of advantage 0")
+    parser.add_argument("--prompts", type=Path, required=True, help="records to train on")
+    parser.add_argument("--weights", type=Path, help="directory for the last weights")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    setting = SETTINGS[options.setting]
-    figures = train(setting, options.steps, options.rate, options.seed, skips=options.skips)
+    figures = train(
+        SETTINGS[options.setting],
+        options.prompts,
+        options.steps,
+        options.rate,
+        options.seed,
+        skips=options.skips,
+        weights=options.weights,
+    )
     if os.environ.get("RANK", "0") == "0":
         options.out.write_text(json.dumps(figures), encoding="utf-8")
 
