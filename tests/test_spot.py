@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ from streamrl.runfile.failure_rates import (
 )
 from streamrl.runfile.units import SECONDS_PER_DAY
 from streamrl.sim.faults import replacement_time
+from streamrl.sim.planner.plan import SpotSavings
+from streamrl.sim.planner.spot_savings import spot_savings
 from streamrl.sim.world import SimWorld
 from tests.random_runs import FaultyWorld, has_stopped_early, losses, runs
 from tests.runs import (
@@ -351,3 +354,36 @@ def test_keys_of_spot_machines_are_refused_where_they_do_nothing(
 ) -> None:
     with pytest.raises(ValueError, match=part):
         small_run(changes)
+
+
+# Savings ------------------------------------------------------------------------------------------
+
+
+def savings(**changes: Any) -> SpotSavings:
+    prices = {
+        "cluster__pools__far__price": 1.0,
+        "cluster__pools__far__on_demand_price": 3.0,
+        "cluster__pools__near__price": 0.0,
+        "simulate__max_steps": 30,
+        "algorithm__steps": 20,
+    }
+    with ThreadPoolExecutor(1) as pool:
+        found = spot_savings(spot_run(**{**prices, **changes}), pool, num_seeds=2)
+    assert found is not None
+    return found
+
+
+def test_machines_that_never_leave_save_the_difference_of_the_prices() -> None:
+    found = savings(cluster__pools__far__spot_failures_per_gpu_day=1e-9)
+    assert [found.share, *found.interval] == pytest.approx([2 / 3] * 3)
+    assert found.dollars_on_demand == pytest.approx(3 * found.dollars)
+    assert found.seconds == found.seconds_on_demand
+
+
+def test_a_run_on_machines_that_leave_takes_longer_and_pays_only_for_those_that_are_there() -> None:
+    found = savings(cluster__pools__far__spot_replacement_time="0 s", rollout__start_time="1 s")
+    assert found.interval[0] < found.share < found.interval[1]
+    assert found.seconds > found.seconds_on_demand
+    a_second = found.dollars / found.seconds
+    assert a_second < found.dollars_on_demand / found.seconds_on_demand / 3
+    assert found.num_notices == pytest.approx(0.5 * found.seconds)  # two GPUs, each 1 / 4 s

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.cli.notice import notice
 from streamrl.engine.messages import (
     Event,
     MachineReplaced,
@@ -144,3 +145,18 @@ def test_a_request_from_another_process_reaches_the_run_and_bad_ones_are_refused
     check(trace, tmp_path)
     assert answers == ["replicas leave within 0.01 s: 0, 1"]
     assert [event.replica for event in told(trace, ReplicaLeaving)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("warning", "replacement", "part"),
+    [
+        ("120", "0 s", "--warning: '120'"),
+        ("30 s", "soon", "--replacement: 'soon'"),
+        ("30 s", "0 s", "no run goes on there"),
+    ],
+)
+def test_the_command_refuses_times_without_a_unit_and_a_directory_without_a_run(
+    tmp_path: Path, warning: str, replacement: str, part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        notice(tmp_path, [0], warning, replacement)
