@@ -130,14 +130,15 @@ HOW_BANDS_ARE_MADE = (
 LIMITS = (
     "Five published steps of NeMo-RL were not compared: Llama-3.1-8B in fp8, DeepSeek-V3 in fp8 (two) and with DAPO, and Nemotron on "
     "software tasks. One row contradicts itself: 231 s for Qwen3-235B-A22B of 0.6, 1 step off, does not fit its tokens per second (199 s).",
-    "MoE models on GB200: up to 0.6, NeMo-RL orders nodes by a random id. So the groups of a run that fills several racks lie in "
-    "several; for a run that one rack can hold, this is not stated, and its step is a range. Over half of DeepSeek-V3's synchronous step is refit "
-    "and switch, which were measured on H100 alone. Asynchronous steps stay 22 to 28 % too short. All of them are bound by generation over racks.",
-    "DeepSeek-V3 on H100 is predicted 14 to 16 % too short if it takes turns (0.5 and 0.6), and 7 % if it does not. So 18 of 22 missing "
-    "seconds are in the switch, or in passes that asynchronous steps hide. Neither was published by stage for these releases.",
-    "NeMo-RL 0.4 takes 13 to 33 % longer than 0.5 for the same mixtures, and 5 to 15 % longer for dense models. Its optimizer offload "
-    "for log-probs explains the dense ones. A quarter of the training time is published for bias fusion, rope fusion and sequence parallelism "
-    "together (NVIDIA-NeMo/RL pull request 1241), but not for bias fusion alone, so it has no term.",
+    "MoE models on GB200: up to 0.6, NeMo-RL orders nodes by a random id. So a group of ranks has nodes in several racks if the run fills "
+    "several. For a run that fits one rack, this is not stated, and its step is a range. Over half of DeepSeek-V3's synchronous step is refit "
+    "and switch, which were measured on H100 alone. Asynchronous steps of DeepSeek-V3 and Qwen3-235B-A22B stay 22 to 28 % too short. They "
+    "are bound by generation on replicas of several nodes.",
+    "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 14 to 16 % too short if it takes turns, and 7 % if it does not. So 15 of 19 missing "
+    "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published.",
+    "NeMo-RL 0.4 takes 15 to 20 % longer than 0.5 for mixtures of one layout, and 5 to 8 % for dense models. The offload of the optimizer for "
+    "log-probs is a part of this. A quarter of the training time is published for the fusion of bias and activation, rope fusion and sequence "
+    "parallelism together (NVIDIA-NeMo/RL pull request 1241). Nothing is published for the first alone, which 0.4 lacks, so it has no term.",
     "verl's ratios of synchronous over asynchronous steps have no lengths. Its training of one batch takes 314 s on 32 H20 and 133 s on 64 "
     "if steps are synchronous, and 270 s on 16 if they are not. No division of the same tokens gives these, so the lengths of these runs "
     "differ. All are simulated with one mean, so the ratio is 30 % too low.",
