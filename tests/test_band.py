@@ -204,14 +204,19 @@ def test_attention_beyond_its_table_is_named_with_its_layers_and_its_gpu() -> No
 
 def test_a_factor_that_few_sources_have_widens_the_band_of_what_it_takes_part_in() -> None:
     base = {"algorithm.old_log_probs": "trainer"}
-    spreads = {}
-    for name in ("nemo-rl", "verl"):
-        facts = Costs.load(small_run({**base, "framework.name": name})).facts
-        found = facts.get(SPREADS, {})
+
+    def spread(name: str, **framework: str) -> float:
+        keys = {f"framework.{key}": value for key, value in framework.items()}
+        found = Costs.load(small_run({**base, "framework.name": name, **keys})).facts.get(
+            SPREADS, {}
+        )
         assert isinstance(found, dict)
-        spreads[name] = found.get("train", 0.0)
+        return float(found.get("train", 0.0))
+
     low, middle, high = load_framework("nemo-rl").layouts[0].slowdown
-    assert spreads == {"nemo-rl": max(1 - low / middle, high / middle - 1), "verl": 0.0}
+    passes = spread("nemo-rl", transfer_time="0 s")
+    assert passes == max(1 - low / middle, high / middle - 1) and spread("verl") == 0.0
+    assert spread("nemo-rl", version="0.6") > passes  # what its controller sends
 
     def half(factor: float) -> float:
         shares = {"train": 0.5, "generation": 0.5}
