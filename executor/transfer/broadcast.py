@@ -86,6 +86,8 @@ class BroadcastGroup:
 
     def begin(self, block: Tensor) -> Any:
         """Begin to send a block, or to receive one; `wait()` of the result raises if that fails."""
+        if self._group is None:
+            raise RuntimeError("the group was left")
         return self._group.broadcast(block, 0)
 
     def broadcast(self, data: Tensor) -> None:
@@ -100,9 +102,11 @@ class BroadcastGroup:
             pass
 
     def close(self) -> None:
-        """Leave the group; waits of other threads for it end."""
-        with contextlib.suppress(RuntimeError):  # the connection is gone already
-            self._group.abort()
+        """Leave the group; waits of other threads and of other members for it end."""
+        group, self._group = self._group, None  # gloo closes its connections with its last reference
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # the connection is gone already
+                group.abort()
 
 
 def _meet(store: Any, seat: BroadcastRank) -> None:

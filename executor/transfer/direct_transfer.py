@@ -65,6 +65,7 @@ class DirectTransfer(TransferRole):
         """
         self._source = source
         self._channel: Channel = channel
+        self._least_patience = LEAST_PATIENCE
         self._patience = float(patience)  # not a duration of a run file, which messages cannot have
         self._targets: dict[int, WeightTarget] = {}
         self._manifests: dict[int, Manifest] = {}
@@ -210,7 +211,7 @@ class DirectTransfer(TransferRole):
                 rank=rank,
                 size=len(members) + 1,
                 channel=self._channel,
-                patience=max(LEAST_PATIENCE, self._patience),
+                patience=max(self._least_patience, self._patience),
             )
             for rank in range(len(members) + 1)
         ]
