@@ -160,10 +160,11 @@ class Checkpoints:
         return [_version_of(path) for path in reversed(self._complete())]
 
     def _all(self) -> list[Path]:
-        return sorted(self._path.glob("v*"))
+        found = self._path.glob("v*")
+        return sorted(path for path in found if path.name[1:].isdecimal() and path.is_dir())
 
     def _complete(self) -> list[Path]:
-        return [path for path in reversed(self._all()) if (path / POSITION).exists()]
+        return [path for path in reversed(self._all()) if (path / POSITION).is_file()]
 
     def _find_damage(self, path: Path) -> str:
         if path not in self._damage:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
-from streamrl.executor.checkpoints import Checkpoints, Position, Retention
+from streamrl.executor.checkpoints import POSITION, Checkpoints, Position, Retention
 from streamrl.executor.checksums import CHECKSUMS, find_damage
 from streamrl.record.evaluation import EVALUATIONS, EvaluationResult, Score
 from streamrl.record.run_directory import RUN
@@ -151,6 +153,28 @@ def test_checkpoints_of_what_is_no_run_are_refused(tmp_path: Path, command: str)
     options = ["--output", str(tmp_path / "model")] if command == "export" else []
     done = streamrl("checkpoint", command, tmp_path, *options)
     assert done.returncode == 2 and "is no run directory" in done.stderr
+
+
+def test_special_files_end_a_list_with_one_line_or_are_no_checkpoints(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", 1, 2)
+    (run / RUN).write_bytes(encode_run(small_run()))
+    checkpoints = run / "checkpoints"
+    (checkpoints / "vault").mkdir()
+    (checkpoints / "v000007").mkdir()
+    os.mkfifo(checkpoints / "v000007" / POSITION)
+    os.mkfifo(checkpoints / "v000008")
+    (checkpoints / "v000009").symlink_to(checkpoints / "v000009")
+    (checkpoints / "v000010").symlink_to("/dev/zero")
+    listed = streamrl("checkpoint", "list", run, "--json")
+    assert [each["step"] for each in json.loads(listed.stdout)] == [1, 2]
+    special = tmp_path / "pipe"
+    os.mkfifo(special)
+    for target in (special, tmp_path, Path("/dev/zero")):
+        (run / EVALUATIONS).symlink_to(target)
+        done = streamrl("checkpoint", "list", run)
+        (run / EVALUATIONS).unlink()
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "is no regular file" in done.stderr
 
 
 def test_weights_without_adapters_cannot_be_exported_apart(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def _is_done(line: Counted, mark: RolledBack) -> bool:
 
 def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line]:
     """Return the lines that no later rollback removes, without a last line that a crash cut short."""
+    if path.exists() and not path.is_file():  # a pipe or a device may have no end
+        raise ValueError(f"{path} is no regular file; restore the file that the run wrote")
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
