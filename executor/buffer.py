@@ -250,7 +250,7 @@ class BufferedRollout:
         self.text = None
 
 
-def _turn_facts(buffered: BufferedRollout) -> dict[str, object]:
+def turn_facts(buffered: BufferedRollout) -> dict[str, object]:
     """Return what rollouts.jsonl says of an episode; see `RecordedEpisode`."""
     segments = buffered.segments
     first = segments[0].num_tokens if segments and not segments[0].is_policy else 0
@@ -377,7 +377,7 @@ class RolloutBuffer:
         """Return what rollouts.jsonl says of a rollout's prompt (its place in the data, text and tokens) and turns."""
         line = buffered.line
         return {
-            **({} if self._environment is None else _turn_facts(buffered)),
+            **({} if self._environment is None else turn_facts(buffered)),
             "step": buffered.step,
             "place": self.workload.place(line),
             "prompt": self.workload.records[line]["prompt"],

@@ -3,13 +3,17 @@
 A replica knows a rollout of an evaluation by a number that no rollout of training has. Nothing of it
 enters the rollout buffer. Each evaluation has the same prompts. Rollouts with seeds have the same
 seeds in each evaluation, so that two scores differ by their weights alone.
+
+With an environment, a rollout is an episode. Its tokens are in a buffer of its own, and the engine has its environment
+act, as in training. An evaluation that a killed driver began is repeated as a whole.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +21,25 @@ from msgspec.structs import replace
 from numpy.random import SeedSequence
 
 from streamrl.engine.messages import (
+    HELD_OUT,
     DrawEvaluation,
     EndEvaluation,
     Evaluate,
     Evaluated,
     EvaluationDrawn,
+    Generate,
+    Verified,
+    Verify,
 )
+from streamrl.executor.buffer import BufferedRollout, RolloutBuffer, turn_facts
+from streamrl.executor.environment.episodes import EpisodeRunner
+from streamrl.executor.environment.observation_tokens import ObservationEncoder
+from streamrl.executor.environment.session import EnvironmentHost
 from streamrl.executor.prompts import PromptWorkload, tokenize
-from streamrl.executor.roles import Completion, Request, VerifierRole
+from streamrl.executor.roles import Completion, Request, Scoring, VerifierRole
 from streamrl.executor.tokens import count_ids, encode_ids
 from streamrl.record.evaluation import EvaluationResult, by_prompt, scores_of
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.workload_config import WorkloadConfig
@@ -34,8 +47,6 @@ from streamrl.workload.prompt_records import PromptSource, Record, read_source
 
 logger = logging.getLogger(__name__)
 
-FIRST = 1 << 40
-"""Number by which replicas know the first rollout of an evaluation; training has fewer rollouts."""
 FIRST_OUT = 0
 """Priority of evaluation rollouts in a replica's queue: before those of training, which wait for them."""
 
@@ -138,11 +149,14 @@ class HeldOut:
         write_result: Callable[[EvaluationResult], None],
         *,
         is_alone: bool = False,
+        episodes: HeldOutEpisodes | None = None,
     ) -> None:
         """Take the prompts, what scores their rollouts, the seed of rollouts that have one, and where results go.
 
         `is_alone` if the run trains nothing: its version has not the number of the step whose weights it evaluates.
+        A run without `episodes` has rollouts of one turn.
         """
+        self.episodes = episodes
         self._is_alone = is_alone
         self._config = config
         self._max_tokens = max_tokens
@@ -158,20 +172,24 @@ class HeldOut:
     def draw(self, command: DrawEvaluation, now: float) -> EvaluationDrawn:
         """Begin an evaluation; return its prompts, which are the same for every version."""
         self._running = _Running(command.version, now)
+        if self.episodes is not None:
+            self.episodes.begin(len(self._prompts), self._config.samples)
         tokens = tuple([count_ids(prompt.tokens) for prompt in self._prompts])
         return EvaluationDrawn(command.version, self._config.samples, tokens)
 
     def request(self, command: Evaluate) -> Request:
-        """Return the request with which a replica generates a rollout."""
+        """Return the request with which a replica generates a rollout, or a turn of it."""
+        if self.episodes is not None:
+            return self.episodes.request(command)
         prompt = self._prompts[command.rollout // self._config.samples]
         seed = None
         if self._seed is not None:
-            (state,) = SeedSequence([self._seed, FIRST, command.rollout]).generate_state(
+            (state,) = SeedSequence([self._seed, HELD_OUT, command.rollout]).generate_state(
                 1, np.uint64
             )
             seed = int(state) >> 1
         return Request(
-            rollout=FIRST + command.rollout,
+            rollout=HELD_OUT + command.rollout,
             prompt=prompt.tokens,
             priority=FIRST_OUT,
             max_tokens=self._max_tokens,
@@ -180,37 +198,21 @@ class HeldOut:
         )
 
     async def score(self, command: Evaluate, completion: Completion) -> Evaluated:
-        """Return the event of a rollout that was generated, with its reward.
+        """Return the event of a rollout that was generated, with its reward; or of a turn.
 
         Raises:
             RuntimeError: the rollout was aborted, or cannot be scored.
         """
+        if self.episodes is not None:
+            return self.episodes.end_turn(command, completion)
         if completion.finish == "aborted" or completion.text is None:
             raise RuntimeError("the evaluation was ended")
-        prompt, sample = divmod(command.rollout, self._config.samples)
-        held_out, num_tokens = self._prompts[prompt], completion.output.num_tokens
-        scoring = await self._verifier.verify(completion.text, num_tokens, held_out.record)
+        num_tokens = completion.output.num_tokens
+        record = self._prompts[command.rollout // self._config.samples].record
+        scoring = await self._verifier.verify(completion.text, num_tokens, record)
         is_truncated = completion.finish == "length"
-        running = self._running
-        if running is not None and running.version == command.version:
-            running.rewards.append((command.rollout, scoring.reward))
-            running.tokens.append(num_tokens)
-            running.num_truncated += is_truncated
-        self._write_rollout(
-            {
-                "step": command.version,
-                "prompt_number": prompt,
-                "sample": sample,
-                "place": held_out.place,
-                "prompt": held_out.record["prompt"],
-                "text": completion.text,
-                "num_tokens": num_tokens,
-                "is_truncated": is_truncated,
-                "reward": scoring.reward,
-                **({"rewards": dict(scoring.scores)} if scoring.scores else {}),
-                **({} if scoring.fault is None else {"verifier": scoring.fault}),
-            }
-        )
+        facts = {"text": completion.text, "num_tokens": num_tokens, "is_truncated": is_truncated}
+        self._enter(command.version, command.rollout, scoring, facts)
         return Evaluated(
             command.rollout,
             command.version,
@@ -219,6 +221,49 @@ class HeldOut:
             completion.run_time,
             completion.prefill_time,
             is_truncated=is_truncated,
+        )
+
+    async def verify(self, command: Verify) -> Verified:
+        """Compute the reward of an episode that is over.
+
+        Raises:
+            RuntimeError: it cannot be scored.
+        """
+        assert self.episodes is not None, "only an episode is scored by a command of its own"
+        scoring = await self.episodes.score(command.rollout, self._verifier)
+        if self._running is not None:
+            rollout, facts = command.rollout - HELD_OUT, self.episodes.facts(command.rollout)
+            self._enter(self._running.version, rollout, scoring, facts)
+        return Verified(command.rollout, scoring.reward)
+
+    def _enter(
+        self, version: int, rollout: int, scoring: Scoring, facts: Mapping[str, object]
+    ) -> None:
+        """Record a rollout with its reward, and write its line.
+
+        Raises:
+            ValueError: the reward is not finite.
+        """
+        if not isfinite(scoring.reward):
+            raise ValueError(f"a reward must be a finite number, got {scoring.reward}")
+        running = self._running
+        if running is not None and running.version == version:
+            running.rewards.append((rollout, scoring.reward))
+            running.tokens.append(int(str(facts["num_tokens"])))
+            running.num_truncated += bool(facts["is_truncated"])
+        prompt, sample = divmod(rollout, self._config.samples)
+        self._write_rollout(
+            {
+                "step": version,
+                "prompt_number": prompt,
+                "sample": sample,
+                "place": self._prompts[prompt].place,
+                "prompt": self._prompts[prompt].record["prompt"],
+                **facts,
+                "reward": scoring.reward,
+                **({"rewards": dict(scoring.scores)} if scoring.scores else {}),
+                **({} if scoring.fault is None else {"verifier": scoring.fault}),
+            }
         )
 
     def close(self) -> None:
@@ -259,6 +304,100 @@ class HeldOut:
             num_failed=len(self._prompts) * self._config.samples - num,
             rewards=rewards,
         )
+
+
+class HeldOutEpisodes:
+    """The episodes of the evaluation that runs now: their tokens, and the environments that answer their turns."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        workload: PromptWorkload,
+        prompts: Sequence[HeldOutPrompt],
+        max_tokens: int,
+        host: EnvironmentHost,
+        encoder: ObservationEncoder,
+        seed: int | None,
+        *,
+        has_scorer: bool,
+    ) -> None:
+        """Take the parts of a run that its own episodes have too, and the held-out prompts.
+
+        With a `seed` each turn has one. With `has_scorer` a verifier scores the last turn.
+        """
+        records, ids = [each.record for each in prompts], [each.tokens for each in prompts]
+        own = workload.with_prompts(records, ids, max_tokens)
+        self._buffer = RolloutBuffer(own, 1, seed, environment=config)
+        self.runner = EpisodeRunner(config, host, encoder, self._buffer)
+        self._has_scorer = has_scorer
+
+    def begin(self, num_prompts: int, samples: int) -> None:
+        """Begin an episode for each sample of each prompt, and forget those of the last evaluation."""
+        self._buffer.rollouts = {
+            HELD_OUT + number: BufferedRollout((), number // samples)
+            for number in range(num_prompts * samples)
+        }
+
+    def request(self, command: Evaluate) -> Request:
+        """Return the request with which a replica generates the next turn of an episode."""
+        generate = Generate(HELD_OUT + command.rollout, command.replica, FIRST_OUT)
+        return replace(self._buffer.request(generate), evaluates=True)
+
+    def end_turn(self, command: Evaluate, completion: Completion) -> Evaluated:
+        """Append a turn that was generated, and return its event.
+
+        Raises:
+            RuntimeError: the evaluation was ended.
+        """
+        buffered = self._buffer.rollouts[completion.rollout]
+        if completion.finish == "aborted" and not buffered.is_truncated:
+            raise RuntimeError("the evaluation was ended")
+        event = self._buffer.end(buffered, completion)
+        return Evaluated(
+            command.rollout,
+            command.version,
+            event.tokens,
+            0.0,
+            event.run_time,
+            event.prefill_time,
+            is_truncated=event.finish == "length",
+            is_turn=True,
+        )
+
+    def without_room(self, command: Evaluate) -> Evaluated | None:
+        """Return the end of an episode that has the maximum length before its next turn; None if there is room."""
+        buffered = self._buffer.rollouts[HELD_OUT + command.rollout]
+        if self._buffer.room(buffered):
+            return None
+        buffered.is_truncated = True
+        return Evaluated(
+            command.rollout,
+            command.version,
+            buffered.num_tokens,
+            0.0,
+            0.0,
+            0.0,
+            is_truncated=True,
+            is_turn=True,
+        )
+
+    def truncate(self, number: int) -> None:
+        """Record that the time of an episode is over."""
+        self._buffer.truncate(number)
+
+    async def score(self, number: int, verifier: VerifierRole) -> Scoring:
+        """Return the reward of an episode; see `EpisodeRunner.score`."""
+        return await self.runner.score(number, verifier if self._has_scorer else None)
+
+    def facts(self, number: int) -> dict[str, object]:
+        """Return what evaluation_rollouts.jsonl says of an episode."""
+        buffered = self._buffer.rollouts[number]
+        return {
+            "text": self._buffer.reread(number),
+            "num_tokens": buffered.num_tokens,
+            "is_truncated": buffered.is_truncated,
+            **turn_facts(buffered),
+        }
 
 
 def say(result: EvaluationResult) -> str:

@@ -388,7 +388,12 @@ async def _execute_in(
     from streamrl.executor.environment.episodes import EpisodeRunner
     from streamrl.executor.environment.observation_tokens import ObservationEncoder
     from streamrl.executor.environment.session import EnvironmentHost, with_tool_format
-    from streamrl.executor.evaluation import HeldOut, held_out_prompts, verifier_of
+    from streamrl.executor.evaluation import (
+        HeldOut,
+        HeldOutEpisodes,
+        held_out_prompts,
+        verifier_of,
+    )
     from streamrl.executor.launchers.role_configs import RoleConfigs, weights_room
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
@@ -412,21 +417,46 @@ async def _execute_in(
     verifier = Verifier(run.verifier, directory.logs / "verifier.log", launcher.reward_model)
     has_seeds = run.execute.deterministic or run.rollout.seed_rollouts
     seed = run.seed if has_seeds else None
+    encoder: ObservationEncoder | None = None
+    if run.environment is not None:
+        encoder = ObservationEncoder(
+            workload.tokenizer,
+            workload.end_tokens,
+            run.workload.template_arguments,
+            tools,
+            has_chats=workload.has_chats,
+            max_context=run.environment.max_context,
+        )
     held_out: HeldOut | None = None
     if run.evaluation is not None:
+        evaluated = held_out_prompts(run.evaluation, run.workload, workload)
+        own, longest = verifier_of(run.evaluation, run.verifier), run.evaluation.max_tokens
+        longest = longest or run.rollout.max_tokens
+        turns = None
+        if run.environment is not None and host is not None and encoder is not None:
+            turns = HeldOutEpisodes(
+                run.environment,
+                workload,
+                evaluated,
+                longest,
+                host,
+                encoder,
+                seed,
+                has_scorer=bool(own.rewards),
+            )
         scores = verifier
         if run.evaluation.scorer is not None:
-            own = verifier_of(run.evaluation, run.verifier)
             scores = Verifier(own, directory.logs / "evaluation-verifier.log")
         held_out = HeldOut(
             run.evaluation,
-            run.evaluation.max_tokens or run.rollout.max_tokens,
-            held_out_prompts(run.evaluation, run.workload, workload),
+            longest,
+            evaluated,
             scores,
             seed,
             directory.write_evaluated,
             directory.write_evaluation,
             is_alone=run.algorithm.steps == 0,
+            episodes=turns,
         )
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:
@@ -469,15 +499,7 @@ async def _execute_in(
             logger.info(f"{what} from before the restart are continued")
         buffer = RolloutBuffer(workload, run.num_trainers, seed, tokens, kept, run.environment)
         episodes = None
-        if run.environment is not None and host is not None:
-            encoder = ObservationEncoder(
-                workload.tokenizer,
-                workload.end_tokens,
-                run.workload.template_arguments,
-                tools,
-                has_chats=workload.has_chats,
-                max_context=run.environment.max_context,
-            )
+        if run.environment is not None and host is not None and encoder is not None:
             episodes = EpisodeRunner(run.environment, host, encoder, buffer)
         world = RealWorld(
             Trace(

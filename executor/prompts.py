@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +92,17 @@ class PromptWorkload:
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
+
+    def with_prompts(
+        self, records: Sequence[Record], prompts: Sequence[bytes], max_tokens: int
+    ) -> PromptWorkload:
+        """Return a workload of other prompts for the same model, with at most `max_tokens` output tokens each.
+
+        Nothing is drawn from it: its prompts are named by their index.
+        """
+        own = copy(self)
+        own.records, own.prompts, own.max_tokens = list(records), list(prompts), max_tokens
+        return own
 
     def join(self, followers: Sequence[SecondaryTrainerConfig]) -> None:
         """Report prompt families from now on, if a secondary trainer of the run filters by family.

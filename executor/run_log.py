@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from streamrl.engine.messages import (
+    HELD_OUT,
+    Act,
     Command,
     Drop,
     Evaluate,
@@ -91,7 +93,7 @@ class RunLog:
                 self._version = self._state.trainers[trainer].version
             case Failed(command):
                 self._is_part_of_loss = self._is_lost(command)
-                if isinstance(command, Generate | Verify):
+                if isinstance(command, Generate | Verify) and command.rollout < HELD_OUT:
                     self._group = self._state.rollouts[command.rollout].group.id
 
     def _is_lost(self, command: Command) -> bool:
@@ -224,6 +226,9 @@ class RunLog:
                 return f"replica {command.replica}: rollout {command.rollout}"
             case Evaluate():
                 return f"replica {command.replica}: rollout {command.rollout} of the evaluation of step {command.version}"
+            case Verify(rollout) | Act(rollout) if rollout >= HELD_OUT:
+                role = "verifier: score" if isinstance(command, Verify) else "environment"
+                return f"{role} of rollout {rollout - HELD_OUT} of an evaluation"
             case Verify():
                 return f"verifier: score of rollout {command.rollout}"
             case LoadWeights():

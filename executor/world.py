@@ -16,6 +16,7 @@ from typing import Any, assert_never
 from streamrl.engine.engine import Engine
 from streamrl.engine.fault_plan import FaultPlan
 from streamrl.engine.messages import (
+    HELD_OUT,
     Abort,
     Act,
     Close,
@@ -76,7 +77,7 @@ from streamrl.executor.colocation import (
     side_of,
 )
 from streamrl.executor.environment.episodes import EpisodeRunner
-from streamrl.executor.evaluation import HeldOut
+from streamrl.executor.evaluation import HeldOut, HeldOutEpisodes
 from streamrl.executor.faults import TRAINER, RealFaults, read_struck
 from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.launchers.launcher import Launcher
@@ -342,12 +343,12 @@ class RealWorld(World[Trace]):
             case Verify():
                 return await self._verify(command)
             case Act():
-                return await self._own_episodes.act(command)
+                return await self._episodes_of(command.rollout).act(command)
             case Close():
-                self._own_episodes.close(command)
+                self._episodes_of(command.rollout).close(command)
                 return None
             case Truncate():
-                self._buffer.truncate(command.rollout)
+                self._truncate(command.rollout)
                 return None
             case Take() | Postpone() | Resize():
                 return None
@@ -400,23 +401,36 @@ class RealWorld(World[Trace]):
             case _:
                 assert_never(command)
 
-    @property
-    def _own_episodes(self) -> EpisodeRunner:
+    def _episodes_of(self, rollout: int) -> EpisodeRunner:
+        """Return the environments of training, or those of the evaluation that has the rollout."""
+        if rollout >= HELD_OUT:
+            return self._held_out_episodes.runner
         assert self._episodes is not None, "only a run with an environment acts"
         return self._episodes
+
+    @property
+    def _held_out_episodes(self) -> HeldOutEpisodes:
+        episodes = self._own_held_out.episodes
+        assert episodes is not None, "only a run with an environment evaluates episodes"
+        return episodes
+
+    def _truncate(self, rollout: int) -> None:
+        if rollout >= HELD_OUT:
+            self._held_out_episodes.truncate(rollout)
+        else:
+            self._buffer.truncate(rollout)
 
     async def _score(self, rollout: int, text: str, num_tokens: int, record: Record) -> Scoring:
         """Return the score of a text, with the rewards that an environment gave."""
         if self._episodes is None:
             return await self._verifier.verify(text, num_tokens, record)
-        last_turn, given = await self._episodes.finish(rollout)
-        if not self._run.verifier.rewards:
-            return Scoring(given, None)
-        scored = await self._verifier.verify(last_turn, num_tokens, record)
-        return scored._replace(reward=given + scored.reward)
+        verifier = self._verifier if self._run.verifier.rewards else None
+        return await self._episodes.score(rollout, verifier)
 
     async def _verify(self, command: Verify) -> Event:
         rollout = command.rollout
+        if rollout >= HELD_OUT:
+            return await self._own_held_out.verify(command)
         buffered = self._buffer.rollouts[rollout]
         has_turns = self._episodes is not None
         text = self._buffer.reread(rollout) if has_turns else self._buffer.text(rollout)
@@ -438,6 +452,10 @@ class RealWorld(World[Trace]):
     async def _evaluate(self, command: Evaluate) -> Event:
         """Generate a rollout on a held-out prompt, and score it."""
         held_out = self._own_held_out
+        if held_out.episodes is not None:
+            full = held_out.episodes.without_room(command)
+            if full is not None:
+                return full
         request = held_out.request(command)
         held_out.on_replicas[request.rollout] = command.replica
         try:
@@ -608,9 +626,9 @@ class RealWorld(World[Trace]):
             case Verify():
                 self._close_verifiers()
                 if self._episodes is not None:
-                    self._episodes.kill(command.rollout)
+                    self._episodes_of(command.rollout).kill(command.rollout)
             case Act():
-                self._own_episodes.kill(command.rollout)
+                self._episodes_of(command.rollout).kill(command.rollout)
             case _:
                 pass  # ends at once
 

@@ -2,11 +2,14 @@
 
 A replica and the verifier know a rollout of an evaluation by a number that no rollout of training has.
 So they need to know nothing of evaluations. `translate` turns their events into those of the evaluation.
+
+With an environment, replicas generate turns, and the engine itself has environments act and rewards computed.
 """
 
 from __future__ import annotations
 
 from streamrl.engine.messages import (
+    HELD_OUT,
     Abort,
     DrawEvaluation,
     Evaluate,
@@ -22,11 +25,8 @@ from streamrl.engine.messages import (
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.sim.verifier import REWARD
-from streamrl.sim.world_interface import SimRollout
-from streamrl.workload.workload import Workload
-
-FIRST = 1 << 40
-"""Number by which replicas know the first rollout of an evaluation; training has fewer rollouts."""
+from streamrl.sim.world_interface import Reached, SimRollout
+from streamrl.workload.workload import Draw, Workload
 
 
 class HeldOut:
@@ -65,24 +65,49 @@ class HeldOut:
         """By the number that replicas know."""
         self._ended: dict[int, Generated] = {}
         """Ends of rollouts that wait for their score."""
+        self._has_turns = bool(self._draws and self._draws[0].episodes)
+        self._truncated: set[int] = set()
+        """Episodes whose time is over, and whose turn is to be aborted."""
 
     def draw(self, command: DrawEvaluation) -> EvaluationDrawn:
         """Return the prompts, which are the same for every version."""
         prompts = self._draws[: self._num_prompts]
+        if self._has_turns:  # environments read them before their first turn
+            for rollout in range(self._num_prompts * self._samples):
+                self._rollouts[HELD_OUT + rollout] = self._sim_rollout(rollout)
         tokens = tuple([draw.drawn.prompt_tokens for draw in prompts])
         return EvaluationDrawn(command.version, self._samples, tokens)
 
     def begin(self, command: Evaluate) -> Generate:
-        """Return the command with which a replica generates a rollout of the evaluation."""
-        prompt, sample = divmod(command.rollout, self._samples)
-        batch, place = divmod(sample, self._group_size)
-        draw = self._draws[batch * self._num_prompts + prompt]
-        number = FIRST + command.rollout
-        tokens = draw.drawn.prompt_tokens
-        # its own group: prompts of held-out rollouts share no cache with those of training
-        self._rollouts[number] = SimRollout(FIRST + prompt, tokens, draw.lengths[place])
+        """Return the command with which a replica generates a rollout of the evaluation, or a turn of it."""
+        number = HELD_OUT + command.rollout
         self._running[number] = command
+        if self._has_turns:
+            return Generate(
+                number,
+                command.replica,
+                0,
+                command.prefix,
+                turn=command.turn,
+                observed=command.observed,
+            )
+        self._rollouts[number] = self._sim_rollout(command.rollout)
         return Generate(number, command.replica, 0)
+
+    def _sim_rollout(self, rollout: int) -> SimRollout:
+        prompt, sample = divmod(rollout, self._samples)
+        batch, place = divmod(sample, self._group_size)
+        draw: Draw = self._draws[batch * self._num_prompts + prompt]
+        tokens, length = draw.drawn.prompt_tokens, draw.lengths[place]
+        # its own group: prompts of held-out rollouts share no cache with those of training
+        if self._has_turns:
+            return SimRollout(HELD_OUT + prompt, tokens, length, draw.episodes[place], Reached())
+        return SimRollout(HELD_OUT + prompt, tokens, length)
+
+    def truncate(self, number: int) -> None:
+        """Record that the time of an episode is over, if it is one of an evaluation."""
+        if number in self._running:
+            self._truncated.add(number)
 
     def aborts(self) -> list[Abort]:
         """Return the aborts of all rollouts that are generated now."""
@@ -96,8 +121,11 @@ class HeldOut:
         """Return the event of an evaluation for one of its rollouts, or the command that scores it next."""
         match event:
             case Generated(number) if number in self._running:
-                if event.finish == "aborted":
+                is_truncated = number in self._truncated
+                if event.finish == "aborted" and not is_truncated:
                     return self._fail(number, "it was interrupted")
+                if self._has_turns:
+                    return self._end_turn(event)
                 self._ended[number] = event
                 return Verify(number)
             case Verified(number) if number in self._running:
@@ -119,10 +147,25 @@ class HeldOut:
             is_truncated=ended.tokens >= self._max_tokens,
         )
 
+    def _end_turn(self, event: Generated) -> Evaluated:
+        command = self._pop(event.rollout)
+        return Evaluated(
+            command.rollout,
+            command.version,
+            event.tokens,
+            REWARD,
+            event.run_time,
+            event.prefill_time,
+            is_truncated=event.finish == "length",
+            is_turn=True,
+        )
+
     def _fail(self, number: int, reason: str) -> Failed:
         self._ended.pop(number, None)
         return Failed(self._pop(number), reason)
 
     def _pop(self, number: int) -> Evaluate:
-        del self._rollouts[number]
+        self._truncated.discard(number)
+        if not self._has_turns:
+            del self._rollouts[number]
         return self._running.pop(number)

@@ -318,7 +318,8 @@ class SimWorld(World[Trace]):
             case Close():
                 self._own_environments.close(command)
             case Truncate():
-                pass
+                if self._held_out is not None:
+                    self._held_out.truncate(command.rollout)
             case Take() | Postpone() | Resize():
                 pass
             case Skip():

@@ -15,7 +15,12 @@ from streamrl.executor.buffer import RolloutBuffer
 from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.environment.observation_tokens import ObservationEncoder
 from streamrl.executor.environment.session import EnvironmentHost
-from streamrl.executor.evaluation import HeldOut, held_out_prompts
+from streamrl.executor.evaluation import (
+    HeldOut,
+    HeldOutEpisodes,
+    held_out_prompts,
+    verifier_of,
+)
 from streamrl.executor.execute import find_kept, forget_lost_episodes
 from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess
 from streamrl.executor.launchers.processes import begin_for, fork_from, spawn
@@ -215,19 +220,35 @@ def make_world(
         kept,
         run.environment,
     )
+    turns = None
     if run.environment is not None:
         host = EnvironmentHost(run.environment, directory.logs / "environment.log")
         encoder = ObservationEncoder(tokenizer, (), has_chats=False)
         kwargs["episodes"] = EpisodeRunner(run.environment, host, encoder, buffer)
     if run.evaluation is not None:
+        prompts = held_out_prompts(run.evaluation, run.workload, workload)
+        if run.environment is not None:
+            has_scorer = bool(verifier_of(run.evaluation, run.verifier).rewards)
+            most = run.rollout.max_tokens
+            turns = HeldOutEpisodes(
+                run.environment,
+                workload,
+                prompts,
+                most,
+                host,
+                encoder,
+                None,
+                has_scorer=has_scorer,
+            )
         kwargs["held_out"] = HeldOut(
             run.evaluation,
             run.evaluation.max_tokens or run.rollout.max_tokens,
-            held_out_prompts(run.evaluation, run.workload, workload),
+            prompts,
             verifier,
             None,
             directory.write_evaluated,
             directory.write_evaluation,
+            episodes=turns,
         )
 
     def direct(source: WeightSource) -> TransferRole:

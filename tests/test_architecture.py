@@ -183,7 +183,6 @@ ROOMS = (
     *(
         "executor.end_of_turn",
         "executor.prompts",
-        "executor.evaluation",
         "executor.token_files",
         "executor.buffer",
         "executor.record",
@@ -199,6 +198,7 @@ ROOMS = (
         "executor.trainer",
         "executor.verifier",
         "executor.environment",
+        "executor.evaluation",
         "executor.watchdog",
         "executor.run_guard",
         "executor.faults",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -17,9 +18,17 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.cli.samples import describe_group
-from streamrl.engine.messages import Act, Event, Failed, Observed, Verified
+from streamrl.engine.messages import (
+    Act,
+    EndEvaluation,
+    Evaluated,
+    Event,
+    Failed,
+    Observed,
+    Verified,
+)
 from streamrl.engine.state import State
-from streamrl.engine.trace import Trace, replay
+from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkup import readiness
 from streamrl.executor.environment.session import (
@@ -31,6 +40,7 @@ from streamrl.executor.launchers.handles import WorkerLostError
 from streamrl.executor.subscribers.attach_requests import Notice
 from streamrl.executor.trainer.step_record import step_samples
 from streamrl.executor.world import RealWorld
+from streamrl.record.evaluation import EVALUATED, read_evaluations
 from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.record.run_directory import read_rollouts
 from streamrl.record.samples import SampledGroup
@@ -370,3 +380,76 @@ def test_a_damaged_record_of_episodes_is_refused_with_its_line(tmp_path: Path) -
     path.write_text(line.replace("turns", "texts"))
     with pytest.raises(ValueError, match="has no episode with turns"):
         RecordedEpisodes(path, 400)
+
+
+# Evaluations --------------------------------------------------------------------------------------
+
+HELD_OUT_SHARE = {"share": 0.4, "every": 2, "samples": 3}
+
+
+def check_evaluations(trace: Trace, directory: Path) -> None:
+    """Check that each due version has a score of each episode, whose environment heard each turn once."""
+    check_every_command_ends_once(trace)
+    check_every_rollout_is_accounted_for(trace)
+    assert replay(trace, checks_invariants=True) is None
+    results = read_evaluations(directory)
+    assert [(each.step, each.num_failed) for each in results] == [(0, 0), (2, 0), (4, 0)]
+    for each in results:
+        rewards = [reward for of_prompt in each.rewards.values() for reward in of_prompt]
+        assert rewards == [sum_of(number) for number in range(9)]
+        assert list(each.scores) == ["avg@3", "pass@1", "pass@3"]
+
+
+def test_held_out_episodes_are_evaluated_and_recorded_turn_by_turn(tmp_path: Path) -> None:
+    trace = executed(episode_run(tmp_path, evaluation=HELD_OUT_SHARE, env__sandboxes=4))
+    check_evaluations(trace, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / EVALUATED).open()]
+    assert len(lines) == 3 * 9
+    assert {len(line["turns"]) for line in lines} == {3}
+    trained = {line["place"] for line in read_rollouts(tmp_path / "run")}
+    assert trained.isdisjoint(line["place"] for line in lines)
+
+
+def test_roles_killed_in_mid_evaluation_lose_no_episode(tmp_path: Path) -> None:
+    own = {**HELD_OUT_SHARE, "beside": True}
+    run = episode_run(tmp_path, env__after_loss="replay", evaluation=own)
+    kills = {4: kill_environments, 30: kill_replica, 40: kill_host}
+    seen = 0
+
+    def look(world: RealWorld, event: Event) -> None:
+        nonlocal seen
+        if isinstance(event, Evaluated):
+            seen += 1
+            kills.pop(seen, lambda world: None)(world)
+
+    trace = executed(run, look)
+    check_evaluations(trace, tmp_path / "run")
+    assert not kills and any(isinstance(entry.event, Failed) for entry in trace.entries)
+
+
+def test_a_resumed_run_repeats_an_evaluation_that_was_interrupted(tmp_path: Path) -> None:
+    changes = {"policies__system": "stream-sync", "execute__checkpoint_every": 1}
+    run = episode_run(tmp_path, evaluation=HELD_OUT_SHARE, **changes)
+
+    def look(world: RealWorld, event: Event) -> None:
+        if isinstance(event, Evaluated) and event.version == 2:
+            world.interrupt("Ctrl-C")
+
+    with pytest.raises(RuntimeError, match="Ctrl-C"):
+        executed(run, look)
+    assert [each.step for each in read_evaluations(tmp_path / "run")] == [0]
+    trace = read_trace(tmp_path / "run" / "trace.jsonl")  # a busy machine may cut its end off
+    assert replay(trace, checks_invariants=True) is None
+    ends = [each for entry in trace.entries for each in of(EndEvaluation, entry.commands)]
+    assert [(each.version, bool(each.reason)) for each in ends] == [(0, False), (2, True)]
+    executed(run, resume=True)
+    assert [each.step for each in read_evaluations(tmp_path / "run")] == [0, 2, 4]
+
+
+def test_a_scorer_of_evaluations_is_added_to_the_rewards_of_the_environment(tmp_path: Path) -> None:
+    own = {**HELD_OUT_SHARE, "scorer": "exact"}
+    trace = executed(episode_run(tmp_path, evaluation=own))
+    first = read_evaluations(tmp_path / "run")[0]
+    rewards = [reward for of_prompt in first.rewards.values() for reward in of_prompt]
+    assert all(0 <= reward - sum_of(n) <= 1 for n, reward in enumerate(rewards))
+    assert replay(trace) is None

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.engine.messages import (
+    HELD_OUT,
+    Abort,
+    Act,
+    Close,
     DrawEvaluation,
     EndEvaluation,
     Evaluate,
@@ -16,6 +21,7 @@ from streamrl.engine.messages import (
     Generate,
     Interrupted,
     LoadWeights,
+    Observed,
     PushWeights,
     ReplicaLost,
     ReplicaStarted,
@@ -23,20 +29,27 @@ from streamrl.engine.messages import (
     Step,
     Stepped,
     TrainerLost,
+    Truncate,
+    Verified,
+    Verify,
+    WakeAt,
+    Woke,
 )
 from streamrl.engine.trace import replay
 from streamrl.record.attribution import attribute
+from streamrl.record.steady_state import read_steps
 from streamrl.runfile.errors import RunError
 from streamrl.sim.steady_state import measure_steady
 from streamrl.sim.world import SimWorld, simulate
-from tests.runs import Script, checked_world, done, of, singles, small_run
+from tests.runs import Script, checked_world, done, lose_replica_at, of, singles, small_run
+from tests.test_agentic_simulation import agentic
 
-HELD_OUT = {"num_prompts": 3, "every": 2, "samples": 2}
+OWN = {"num_prompts": 3, "every": 2, "samples": 2}
 
 
 def evaluating(num: int = 2, **changes: Any) -> Script:
     """Return a script that evaluates two rollouts of each of three prompts; `eval__` begins its keys."""
-    table: dict[str, Any] = {**HELD_OUT}
+    table: dict[str, Any] = {**OWN}
     for key in [key for key in changes if key.startswith("eval__")]:
         table[key.removeprefix("eval__")] = changes.pop(key)
     changes = {"policies__system": "stream-sync", **changes}
@@ -217,7 +230,7 @@ SYSTEMS = ("stream-sync", "stream-async", "fully-async", "colocated", "partial-r
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("system", SYSTEMS[:4])
 def test_every_due_version_is_evaluated_in_simulated_runs(system: str, beside: bool) -> None:
-    table = {**HELD_OUT, "beside": beside}
+    table = {**OWN, "beside": beside}
     run = small_run({"policies.system": system, "algorithm.steps": 5, "evaluation": table})
     world: SimWorld = checked_world(run)
     trace = world.run()
@@ -231,7 +244,7 @@ def test_every_due_version_is_evaluated_in_simulated_runs(system: str, beside: b
 
 def test_a_due_version_is_pushed_although_the_weight_sync_would_leave_it_out() -> None:
     changes = {"policies.system": "stream-async", "policies.sync_every": 4, "algorithm.steps": 5}
-    trace = checked_world(small_run({**changes, "evaluation": HELD_OUT})).run()
+    trace = checked_world(small_run({**changes, "evaluation": OWN})).run()
     pushed = [c.version for e in trace.entries for c in e.commands if isinstance(c, PushWeights)]
     assert pushed == [2, 4, 5]
 
@@ -244,7 +257,7 @@ def test_training_has_the_same_lengths_with_and_without_evaluations() -> None:
         ends = [e.event for e in trace.entries if isinstance(e.event, Generated)]
         return {each.rollout: each.tokens for each in ends if each.finish != "aborted"}
 
-    assert lengths({}) == lengths({"evaluation": HELD_OUT})
+    assert lengths({}) == lengths({"evaluation": OWN})
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_training_has_the_same_lengths_with_and_without_evaluations() -> None:
 )
 def test_a_scorer_that_cannot_score_evaluations_is_refused(scorer: str, why: str) -> None:
     with pytest.raises(RunError, match=f"evaluation.scorer .*{why}"):
-        small_run({"evaluation": {**HELD_OUT, "scorer": scorer}})
+        small_run({"evaluation": {**OWN, "scorer": scorer}})
 
 
 # Seconds and dollars ------------------------------------------------------------------------------
@@ -260,7 +273,7 @@ def test_a_scorer_that_cannot_score_evaluations_is_refused(scorer: str, why: str
 
 def test_seconds_of_evaluations_belong_to_no_step_and_to_the_whole_run() -> None:
     changes = {"policies.system": "stream-sync", "algorithm.steps": 60}
-    table = {**HELD_OUT, "every": 20}
+    table = {**OWN, "every": 20}
     without, waits = (
         measure_steady(small_run({**changes, **more})) for more in ({}, {"evaluation": table})
     )
@@ -280,7 +293,7 @@ def test_seconds_of_evaluations_belong_to_no_step_and_to_the_whole_run() -> None
 @pytest.mark.parametrize(("every", "count"), [(1, 4), (1000, 2)])
 def test_a_run_shorter_than_its_simulation_has_its_own_evaluations(every: int, count: int) -> None:
     changes = {"policies.system": "stream-async", "algorithm.steps": 3}
-    table = {**HELD_OUT, "every": every}
+    table = {**OWN, "every": every}
     whole = measure_steady(small_run({**changes, "evaluation": table})).whole_run
     assert whole is not None
     assert whole.num_evaluations == count
@@ -288,9 +301,122 @@ def test_a_run_shorter_than_its_simulation_has_its_own_evaluations(every: int, c
 
 @pytest.mark.parametrize("system", ["stream-sync", "stream-async", "colocated"])
 def test_gpu_seconds_of_evaluations_are_attributed(system: str) -> None:
-    run = small_run({"policies.system": system, "evaluation": HELD_OUT})
+    run = small_run({"policies.system": system, "evaluation": OWN})
     found = attribute(simulate(run))
     assert sum(found.busy.values()) + sum(found.idle.values()) == pytest.approx(1)
     assert found.busy["evaluate"] > 0 and found.idle["evaluation"] > 0
     plain = attribute(simulate(small_run({"policies.system": system})))
     assert plain.busy["evaluate"] == plain.idle["evaluation"] == 0
+
+
+# Episodes -----------------------------------------------------------------------------------------
+
+LIMITS = {"max_turns": 4, "max_context": 4096}
+
+
+def evaluating_episodes(**environment: Any) -> Script:
+    """Return a script that evaluates one episode of each of two prompts before it trains."""
+    return evaluating(eval__num_prompts=2, eval__samples=1, environment={**LIMITS, **environment})
+
+
+def turned(rollout: int, tokens: int, **more: Any) -> Evaluated:
+    """Return the event that ends a turn of an evaluation."""
+    return Evaluated(rollout, 0, tokens, 0.0, 1.0, 0.1, is_turn=True, **more)
+
+
+def test_an_episode_is_evaluated_turn_by_turn_and_scored_at_its_end() -> None:
+    s = evaluating_episodes()
+    s.draw(s.begin())
+    first, second = HELD_OUT, HELD_OUT + 1
+    started = of(Act, s.tell(drawn(prompts=2, samples=1)))
+    assert [(each.rollout, each.starts) for each in started] == [(first, True), (second, True)]
+    sent = of(Evaluate, s.tell(Observed(first, 7)))
+    assert sent == [Evaluate(0, 0, 0, 0, 0, 7)]
+    assert of(Act, s.tell(turned(0, 10))) == [Act(first, 1)]
+    assert of(Evaluate, s.tell(Observed(first, 5))) == [Evaluate(0, 0, 0, 10, 1, 12)]
+    assert of(Act, s.tell(turned(0, 30))) == [Act(first, 2)]
+    over = s.tell(Observed(first, 0, is_over=True))
+    assert of(Verify, over) == [Verify(first)] and of(Close, over) == [Close(first)]
+    s.tell(Verified(first, 1.0))
+    s.tell(Observed(second, 0))
+    s.tell(turned(1, 9, is_truncated=True))
+    ended = s.tell(Verified(second, 0.0))
+    assert of(EndEvaluation, ended) == [EndEvaluation(0)]
+    assert [each.rollout for each in of(Act, ended)] == [0, 1]  # training begins
+    assert not s.engine.state.evaluations.episodes
+
+
+def test_a_lost_replica_costs_an_episode_only_its_turn() -> None:
+    s = evaluating_episodes()
+    s.draw(s.begin())
+    s.tell(drawn(prompts=2, samples=1))
+    s.tell(Observed(HELD_OUT, 0), turned(0, 10))
+    (second,) = of(Evaluate, s.tell(Observed(HELD_OUT, 5)))
+    lost = [*s.tell(ReplicaLost(0, "died")), *s.tell(Failed(second, "died"))]
+    assert of(Evaluate, lost) == [Evaluate(0, 1, 0, 10, 1, 5)]
+
+
+def test_an_episode_whose_environment_is_lost_too_often_is_left_out() -> None:
+    s = evaluating_episodes()
+    s.draw(s.begin())
+    (command, other) = of(Act, s.tell(drawn(prompts=2, samples=1)))
+    for _ in range(s.run.policies.max_attempts):
+        (command,) = of(Act, s.tell(Failed(command, "died"))) or (None,)
+    assert command is None
+    s.tell(Observed(other.rollout, 0), turned(1, 9), Observed(other.rollout, 0, is_over=True))
+    ended = s.tell(Verified(other.rollout, 1.0))
+    assert of(EndEvaluation, ended) == [EndEvaluation(0)]
+
+
+def test_the_time_of_an_episode_ends_in_the_last_evaluation_too() -> None:
+    changes = {"environment": {**LIMITS, "episode_time_limit": "30 s"}, "eval__num_prompts": 1}
+    run = evaluating(1, eval__samples=1, **changes).run
+    s = Script(replace(run, algorithm=replace(run.algorithm, steps=0)))
+    s.begin()
+    s.tell(drawn(prompts=1, samples=1))
+    waits = s.tell(Observed(HELD_OUT, 0))
+    (wake,) = of(WakeAt, waits)
+    s.tell(turned(0, 9), Observed(HELD_OUT, 5))
+    s.now = wake.time - 1
+    over = s.tell(Woke(wake.time))
+    assert of(Truncate, over) == [Truncate(HELD_OUT)] and of(Abort, over) == [Abort(HELD_OUT, 0)]
+    assert of(Verify, s.tell(turned(0, 20))) == [Verify(HELD_OUT)]
+
+
+@pytest.mark.parametrize(("system", "beside"), [("stream-sync", False), ("fully-async", True)])
+def test_episodes_of_every_due_version_are_evaluated_within_the_sandboxes(
+    system: str, beside: bool
+) -> None:
+    """Training episodes under way go on while an evaluation waits for their sandboxes; else the run would be stuck."""
+    own = {"num_prompts": 3, "every": 2, "samples": 2, "beside": beside}
+    changes = {"policies.system": system, "policies.max_restarts": 9, "evaluation": own}
+    limits = {"episode_time_limit": "15 s", "action_time_limit": "5 s", "sandboxes": 2}
+    world = checked_world(agentic(changes, failed_share=0.1, **limits))
+    for time, replica in ((3.0, 0), (40.0, 1)):
+        lose_replica_at(world, time, replica)
+    trace = world.run()
+    assert replay(trace) is None
+    ends = [c for entry in trace.entries for c in of(EndEvaluation, entry.commands)]
+    assert [(each.version, each.reason) for each in ends] == [(0, ""), (2, ""), (3, "")]
+    shares = attribute(trace)
+    assert sum(shares.busy.values()) + sum(shares.idle.values()) == pytest.approx(1.0)
+    assert shares.busy["evaluate"] > 0
+    assert (read_steps(trace).evaluation_time > 0) == (not beside)
+
+
+def test_seconds_of_evaluated_episodes_belong_to_the_whole_run_and_to_no_figure_of_training() -> (
+    None
+):
+    changes = {"policies.system": "stream-sync", "simulate.max_steps": 5}
+    own = {"num_prompts": 4, "every": 2, "samples": 2}
+    without, waits = (
+        measure_steady(agentic({**changes, **more})) for more in ({}, {"evaluation": own})
+    )
+    assert waits.step_time == pytest.approx(without.step_time, rel=0.1)
+    assert waits.episodes is not None and without.episodes is not None
+    assert waits.episodes.turns == pytest.approx(without.episodes.turns)
+    whole = waits.whole_run
+    assert whole is not None and whole.num_evaluations == 3
+    assert (
+        whole.evaluation_time == pytest.approx(3 * waits.evaluation_time) and waits.evaluation_time
+    )

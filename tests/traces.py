@@ -6,15 +6,19 @@ from collections import Counter
 from collections.abc import Hashable
 
 from streamrl.engine.messages import (
+    Act,
     CheckpointSaved,
     Command,
     DrawPrompts,
     Drop,
+    Evaluate,
+    Evaluated,
     Event,
     Failed,
     Generate,
     Generated,
     LoadWeights,
+    Observed,
     PromptsDrawn,
     PushWeights,
     ReplicaStarted,
@@ -107,6 +111,10 @@ def _ended_by(event: Event) -> Hashable:
             return ("generate", rollout)
         case Verified(rollout):
             return ("verify", rollout)
+        case Observed(rollout):
+            return ("act", rollout)
+        case Evaluated(rollout):
+            return ("evaluate", rollout)
         case Scored(rollouts):
             return ("score", rollouts)
         case Trained(rollouts):
@@ -140,6 +148,10 @@ def _key(command: Command) -> Hashable:
             return ("generate", rollout)
         case Verify(rollout):
             return ("verify", rollout)
+        case Act(rollout):
+            return ("act", rollout)
+        case Evaluate(rollout):
+            return ("evaluate", rollout)
         case Score(rollouts):
             return ("score", rollouts)
         case Train(rollouts):

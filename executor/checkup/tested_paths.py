@@ -123,6 +123,7 @@ PATHS = (
     RunPath(OPTIMIZATION, "overlong prompts left out and counted", "test", "test_special_tokens.py::test_overlong_prompts_are_refused_or_left_out_and_counted", ran_on=ANYWHERE),
     RunPath(OPTIMIZATION, "arguments of the chat template", "test", "test_special_tokens.py::test_the_chat_template_gets_the_arguments_of_the_run", ran_on=ANYWHERE),
     RunPath(EVALUATION, "evaluation", "test", "test_evaluation_executed.py::test_an_executed_run_evaluates_each_due_version_and_replays", "evaluation"),
+    RunPath(EVALUATION, "evaluation of episodes", "test", "test_episodes_executed.py::test_held_out_episodes_are_evaluated_and_recorded_turn_by_turn"),
     RunPath(EVALUATION, "`streamrl evaluate`", "test", "test_end_to_end.py::test_an_evaluation_names_the_step_of_its_checkpoint"),
     RunPath(CHECKPOINTS, "resume of a killed run", "test", "test_end_to_end.py::test_a_real_run_trains_resumes_replays_and_compares"),
     RunPath(CHECKPOINTS, "resume in another layout or with another back end", "test-deepspeed", "test_ranks.py::test_training_goes_on_in_another_layout"),

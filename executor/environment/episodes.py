@@ -19,6 +19,7 @@ from streamrl.executor.environment.session import (
     Observation,
     Session,
 )
+from streamrl.executor.roles import Scoring, VerifierRole
 from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.environment_config import EnvironmentConfig
 
@@ -139,8 +140,8 @@ class EpisodeRunner:
             return len(ids)
         return self._buffer.observe(rollout, buffered, ids)
 
-    async def finish(self, rollout: int) -> tuple[str, float]:
-        """Return the text of the last turn, and the sum of the rewards that the environment gave.
+    async def score(self, rollout: int, verifier: VerifierRole | None) -> Scoring:
+        """Return the rewards that the environment gave, plus a verifier's score of the last turn if there is one.
 
         The environment judges the last turn first, unless it has answered it.
 
@@ -150,7 +151,12 @@ class EpisodeRunner:
         """
         with self._buffer.hold([rollout]) as (buffered,):
             await self._judge(rollout, buffered)
-            return self._buffer.turn_texts(buffered)[-1], fsum(buffered.turn_rewards)
+            last_turn, given = self._buffer.turn_texts(buffered)[-1], fsum(buffered.turn_rewards)
+        if verifier is None:
+            return Scoring(given, None)
+        record = self._buffer.workload.records[buffered.line]
+        scored = await verifier.verify(last_turn, buffered.num_tokens, record)
+        return scored._replace(reward=given + scored.reward)
 
     async def _judge(self, rollout: int, buffered: BufferedRollout) -> None:
         session = self._sessions.get(rollout)

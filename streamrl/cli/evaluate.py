@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
@@ -89,7 +89,8 @@ def evaluate(
 ) -> None:
     """Score a run's checkpoint, or a model, on held-out prompts.
 
-    The rollouts are generated and scored as in the evaluations of a run. Of two, the difference is paired by prompt.
+    The rollouts are generated and scored as in the evaluations of a run, with its environment if it has one. Of two,
+    the difference is paired by prompt.
 
     Example: streamrl evaluate runs/quickstart --samples 4 --json
     Example: streamrl evaluate build/model --prompts held-out.jsonl --scorer exact --against runs/a
@@ -132,7 +133,9 @@ def evaluate(
         _show(found, config)
 
 
-def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -> tuple[Run, int]:
+def _run_of(
+    path: Path, step: str, options: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[Run, int]:
     """Return a run without steps that evaluates a model, or a checkpoint of a run; and the step of the weights.
 
     Raises:
@@ -146,13 +149,17 @@ def _run_of(path: Path, step: str, options: Mapping[str, Any], overrides: Any) -
         version = checkpoint.version
         run = replace(run, model=replace(run.model, path=str(checkpoint.path)))
     elif (path / "config.json").is_file():
-        if "prompts" not in options or "scorer" not in options:
-            raise ValueError(f"{path} is a model, no run: name its --prompts and its --scorer")
+        acts = any(str(each).startswith("environment.") for each in overrides)
+        if "prompts" not in options or not (acts or "scorer" in options):
+            raise ValueError(
+                f"{path} is a model, no run: name its --prompts and its --scorer, or the environment of its episodes "
+                "(--set environment.implementation=...)"
+            )
         given = {
             **OF_A_MODEL,
             "model": {"path": str(path.absolute()), "dtype": "float32"},
             "workload": {"prompts": str(Path(options["prompts"]).absolute())},
-            "verifier": {"scorer": options["scorer"]},
+            **({"verifier": {"scorer": options["scorer"]}} if "scorer" in options else {}),
         }
         run, version = load_run(given), 0
     else:

@@ -21,7 +21,7 @@ from rich.text import Text
 from streamrl.cli.consoles import SafeConsole
 from streamrl.cli.progress import STDERR, PlainProgress, bar_columns
 from streamrl.engine.entities import Phase
-from streamrl.engine.messages import Event, Generated, Verified
+from streamrl.engine.messages import HELD_OUT, Event, Generated, Verified
 from streamrl.engine.state import State
 from streamrl.record.run_directory import ROLLED_BACK_TO
 from streamrl.runfile.formatting import format_duration
@@ -164,7 +164,7 @@ class RunWatch:
         """Process an event; a few times a second, count the rollouts by state."""
         if isinstance(event, Generated):
             self._count_tokens(event)
-        elif isinstance(event, Verified):
+        elif isinstance(event, Verified) and event.rollout < HELD_OUT:
             self._known.pop(event.rollout, None)
             self._rewards.append(event.reward)
         version = state.leader.version

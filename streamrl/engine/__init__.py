@@ -48,7 +48,8 @@ rollout passes through two more phases (`environments.py`):
 oldest generated token. A lost environment is no result: the episode starts over, or repeats its actions.
 
 A rollout on held-out prompts is no rollout of training. `[evaluation]` has its own commands (`evaluation.py`,
-`policies/evaluation.py`), so it enters no group, batch, line or statistic. The weights of its version stay on all
+`policies/evaluation.py`), so it enters no group, batch, line or statistic. With an environment it is an episode that
+passes through the states above the trainer's, under the same limits, and `Evaluate` generates its turns. The weights of its version stay on all
 replicas until it has ended.
 
 From there each trainer counts for itself (`trainer_side.py`). The group waits in the trainer's line. `Take` puts it

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.engine.concurrency import ConcurrencyLimit
-from streamrl.engine.messages import DrawnGroup
+from streamrl.engine.messages import HELD_OUT, DrawnGroup
 
 Phase = Literal["queued", "acting", "waiting", "generating", "finished", "verifying", "ready"]
 """The phase of a rollout between prompt and gradient.
@@ -56,6 +56,11 @@ class Rollout(msgspec.Struct, eq=False):
     """Instant at which its episode ends, in seconds."""
     home: int | None = None
     """Replica of its last turn, which generates its next one if it can."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is an episode of an evaluation."""
+        return self.id >= HELD_OUT
 
     @property
     def context(self) -> int:

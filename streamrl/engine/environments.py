@@ -6,6 +6,8 @@ environments are open. Then turns alternate:
 
     queued -> Act (start) -> waiting -> Generate -> queued -> Act -> waiting -> Generate -> ...
 
+Episodes of an evaluation start before those of training, under the same limits.
+
 The episode ends when its environment says so, at `environment.max_turns`, at
 `environment.max_context`, at the replica's token limit, or when its time is over. A lost environment
 ends no episode: the episode starts over, or repeats its actions in a new environment.
@@ -38,7 +40,9 @@ class Environments:
     goes elsewhere. None: it does not.
     """
     queue: list[tuple[int, Rollout]] = field(default_factory=list)
-    """Heap of (rollout, episode) without an environment. Dropped ones are skipped."""
+    """Heap of (rollout, episode) of training without an environment. Dropped ones are skipped."""
+    held_out: deque[Rollout] = field(default_factory=deque)
+    """Episodes of an evaluation without an environment, in order. Dropped ones are skipped."""
     to_act: deque[Rollout] = field(default_factory=deque)
     """Episodes whose turn has ended, in order of arrival."""
     to_close: deque[Rollout] = field(default_factory=deque)
@@ -48,6 +52,9 @@ class Environments:
     num_under_way: int = 0
     """Episodes whose environment was started and that have not ended."""
     num_acting: int = 0
+    """Environments of training that start or act."""
+    num_acting_held_out: int = 0
+    """Environments of an evaluation that start or act."""
     _deadlines: deque[tuple[float, Rollout]] = field(default_factory=deque)
     """Deadlines of episodes, in order. Those of ended and restarted episodes are skipped."""
 
@@ -55,8 +62,8 @@ class Environments:
 
     @property
     def has_queue(self) -> bool:
-        """Whether an episode waits for its environment."""
-        return self._first_queued() is not None
+        """Whether an episode of training waits for its environment."""
+        return self._first_of_training() is not None
 
     def next_to_start(self) -> Rollout | None:
         """Return the next episode whose environment may start now, or None."""
@@ -65,7 +72,7 @@ class Environments:
             return None
         if config.max_episodes is not None and self.num_under_way >= config.max_episodes:
             return None
-        return self._first_queued()
+        return self._first_held_out() or self._first_of_training()
 
     def next_to_act(self) -> Rollout | None:
         """Return the next episode whose turn waits for an answer, or None."""
@@ -107,7 +114,10 @@ class Environments:
     def add(self, rollout: Rollout) -> None:
         """Let an episode wait for its environment to be started."""
         rollout.phase = "queued"
-        heappush(self.queue, (rollout.id, rollout))
+        if rollout.is_held_out:
+            self.held_out.append(rollout)
+        else:
+            heappush(self.queue, (rollout.id, rollout))
 
     def end_turn(self, rollout: Rollout) -> None:
         """Record that the policy has ended a turn, which the environment answers next."""
@@ -121,18 +131,29 @@ class Environments:
         Raises:
             ValueError: another episode comes first.
         """
-        first = self._first_queued() if command.starts else self.next_to_act()
+        held_out = rollout.is_held_out
+        queued = self._first_held_out if held_out else self._first_of_training
+        first = queued() if command.starts else self.next_to_act()
         if first is not rollout:
             raise ValueError(f"{command} is not the next action")
         if command.starts:
-            heappop(self.queue)
+            if held_out:
+                self.held_out.popleft()
+            else:
+                heappop(self.queue)
             rollout.has_environment = rollout.is_under_way = True
             self.num_open += 1
             self.num_under_way += 1
         else:
             self.to_act.popleft()
         rollout.phase = "acting"
-        self.num_acting += 1
+        self.num_acting += not held_out
+        self.num_acting_held_out += held_out
+
+    def end_act(self, rollout: Rollout) -> None:
+        """Record that an environment no longer starts or acts."""
+        self.num_acting -= not rollout.is_held_out
+        self.num_acting_held_out -= rollout.is_held_out
 
     def answer(self, rollout: Rollout, event: Observed, now: float) -> bool:
         """Record that an environment has started or answered; return whether the episode is over."""
@@ -170,7 +191,15 @@ class Environments:
             rollout.has_environment = False
             self.num_open -= 1
 
-    def _first_queued(self) -> Rollout | None:
+    def _first_held_out(self) -> Rollout | None:
+        while self.held_out:
+            rollout = self.held_out[0]
+            if rollout.phase == "queued" and not rollout.group.is_dropped:
+                return rollout
+            self.held_out.popleft()
+        return None
+
+    def _first_of_training(self) -> Rollout | None:
         while self.queue:
             rollout = self.queue[0][1]
             if rollout.phase == "queued" and not rollout.group.is_dropped:

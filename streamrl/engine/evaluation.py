@@ -5,13 +5,18 @@ drawn, and it is *running* until each of its rollouts has a score. Evaluation ro
 `Rollout`: they are in no group, no batch and no statistics of the run. They are numbered from 0 in
 each evaluation; rollout r is of prompt r // samples.
 
+With an environment each of them is an episode. It has a `Rollout` of its own here, and shares
+queues and limits of `streamrl.engine.environments` with the episodes of training:
+
+    queued -> Act (start) -> Evaluate (turn) -> Act -> Evaluate (turn) -> ... -> Verify
+
 | held                                    | until                                                   |
 |-----------------------------------------|---------------------------------------------------------|
 | the next optimizer step                 | the evaluation runs; with `waits`, until it has ended   |
 | new weights on replicas, surplus stops  | it has ended                                            |
 | the start of training rollouts          | with `waits`: from due until it has ended               |
 
-A rollout whose replica is lost runs again on another one. If a trainer is lost with the version, its
+A rollout whose replica is lost runs again on another one; an episode repeats only its turn. If a trainer is lost with the version, its
 evaluation ends without a result; the version is evaluated when it is made again.
 """
 
@@ -20,8 +25,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from streamrl.engine.messages import Evaluate, EvaluationDrawn
+from streamrl.engine.entities import Group, Phase, Replica, Rollout
+from streamrl.engine.environments import Environments
+from streamrl.engine.messages import HELD_OUT, Evaluate, EvaluationDrawn
 from streamrl.runfile.evaluation_config import EvaluationConfig
+
+RUNNING: tuple[Phase, ...] = ("generating", "verifying", "acting")
+"""Phases of an episode for which a command runs."""
 
 
 @dataclass(slots=True)
@@ -45,6 +55,10 @@ class Evaluations:
     """Replica of each rollout that has been sent and has not ended."""
     failures: dict[int, int] = field(default_factory=dict)
     """Failed attempts by rollout; those of lost replicas do not count."""
+    episodes: dict[int, Rollout] = field(default_factory=dict)
+    """With an environment: the episodes that have not ended, or whose environment is open, by their
+    number beside training (`HELD_OUT`).
+    """
     num_rollouts: int = 0
     """Rollouts of the running evaluation."""
     num_ended: int = 0
@@ -54,6 +68,11 @@ class Evaluations:
     def is_pending(self) -> bool:
         """Whether a version is due or running."""
         return self.due is not None or self.running is not None
+
+    @property
+    def has_open_rollouts(self) -> bool:
+        """Whether a rollout, or the environment of an episode, has not ended."""
+        return bool(self.sent or self.episodes)
 
     @property
     def holds_training(self) -> bool:
@@ -112,16 +131,91 @@ class Evaluations:
         del self.sent[rollout]
         if self.running is None or self.is_void:
             return
-        if not is_lost:
-            self.failures[rollout] = self.failures.get(rollout, 0) + 1
-        if self.failures.get(rollout, 0) >= self.max_attempts:
+        if not is_lost and self.has_failed_too_often(rollout):
             self.num_ended += 1
         else:
             self.to_send.append(rollout)
 
-    def finish(self) -> None:
-        """Record that the running evaluation is over. What was sent ends by its own events."""
+    def has_failed_too_often(self, rollout: int) -> bool:
+        """Count a failure of a rollout; return whether it was the last one that it may have."""
+        self.failures[rollout] = self.failures.get(rollout, 0) + 1
+        return self.failures[rollout] >= self.max_attempts
+
+    def finish(self, environments: Environments | None) -> list[Rollout]:
+        """Record that the running evaluation is over. What was sent ends by its own events.
+
+        Return the episodes whose reward was to be requested.
+        """
         self.running = None
         self.is_drawing = self.is_void = False
         self.to_send.clear()
         self.failures.clear()
+        if environments is None:
+            return []
+        unverified = []
+        for episode in list(self.episodes.values()):
+            episode.group.is_dropped = True
+            environments.end(episode)
+            if episode.has_environment:
+                environments.to_close.append(episode)
+            if episode.phase == "finished":
+                unverified.append(episode)
+            if episode.phase not in RUNNING:
+                self.settle(episode)
+        return unverified
+
+    # Episodes -------------------------------------------------------------------------------------
+
+    def begin_episodes(self, event: EvaluationDrawn) -> list[Rollout]:
+        """Turn the drawn rollouts into episodes, and return them. Each is sent once it has an environment."""
+        version, samples = event.version, event.samples
+        groups = [
+            Group(HELD_OUT + prompt, version, version, tokens)
+            for prompt, tokens in enumerate(event.prompt_tokens)
+        ]
+        found = [
+            Rollout(HELD_OUT + number, groups[number // samples], 0) for number in self.to_send
+        ]
+        self.to_send.clear()
+        self.episodes.update({rollout.id: rollout for rollout in found})
+        return found
+
+    def await_turn(self, episode: Rollout) -> None:
+        """Record that an episode's next turn is to be generated."""
+        episode.phase = "waiting"
+        self.to_send.append(episode.id - HELD_OUT)
+
+    def send_turn(self, command: Evaluate, replica: Replica) -> None:
+        """Record the replica of an episode's turn."""
+        episode = self.episodes[HELD_OUT + command.rollout]
+        episode.phase, episode.replica, episode.is_aborting = "generating", replica, False
+
+    def return_turn(self, number: int) -> Rollout:
+        """Return the episode of a rollout whose turn was generated, or failed."""
+        del self.sent[number]
+        episode = self.episodes[HELD_OUT + number]
+        assert episode.replica is not None, "its turn was sent to a replica"
+        episode.home, episode.replica, episode.phase = episode.replica.id, None, "waiting"
+        return episode
+
+    def end_episode(self, number: int, environments: Environments) -> None:
+        """Record that an episode has its reward."""
+        episode = self.episodes[number]
+        self.num_ended += not episode.group.is_dropped
+        if episode.has_environment:
+            environments.to_close.append(episode)
+        self.settle(episode)
+
+    def leave_out(self, episode: Rollout, environments: Environments) -> None:
+        """Record that an episode has failed too often."""
+        environments.end(episode)
+        if episode.has_environment:
+            environments.to_close.append(episode)
+        self.num_ended += 1
+        self.settle(episode)
+
+    def settle(self, episode: Rollout) -> None:
+        """Record that nothing runs for an episode that is over. It is forgotten once its environment is closed."""
+        episode.phase = "ready"
+        if not episode.has_environment:
+            del self.episodes[episode.id]

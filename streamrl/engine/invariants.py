@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from streamrl.engine.entities import Rollout
 from streamrl.engine.environments import Environments
 from streamrl.engine.evaluation import Evaluations
+from streamrl.engine.messages import HELD_OUT
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import TrainerSide
 
@@ -37,8 +41,13 @@ def check(state: State) -> None:
         _check_environments(state, state.environments)
     if state.evaluations is not None:
         _check_evaluation(state, state.evaluations)
-    verifying = sum(r.phase == "verifying" for r in state.rollouts.values())
+    verifying = sum(r.phase == "verifying" for r in [*state.rollouts.values(), *_held_out(state)])
     assert state.num_verifying == verifying
+
+
+def _held_out(state: State) -> Collection[Rollout]:
+    """Return the episodes of evaluations."""
+    return () if state.evaluations is None else state.evaluations.episodes.values()
 
 
 def _check_accounts(state: State) -> None:
@@ -95,12 +104,12 @@ def _check_replicas(state: State) -> None:
 
 
 def _check_environments(state: State, own: Environments) -> None:
-    rollouts = state.rollouts.values()
+    rollouts = [*state.rollouts.values(), *_held_out(state)]
     num_open = sum(rollout.has_environment for rollout in rollouts)
     assert own.num_open == num_open, f"{num_open} environments are open, not {own.num_open}"
     under_way = [rollout for rollout in rollouts if rollout.is_under_way]
     assert own.num_under_way == len(under_way)
-    assert own.num_acting == sum(rollout.phase == "acting" for rollout in rollouts)
+    assert own.num_acting + own.num_acting_held_out == sum(r.phase == "acting" for r in rollouts)
     assert own.config.sandboxes is None or num_open <= own.config.sandboxes
     assert own.config.max_episodes is None or len(under_way) <= own.config.max_episodes
     for rollout in rollouts:
@@ -109,16 +118,21 @@ def _check_environments(state: State, own: Environments) -> None:
         )
         assert not is_live or rollout.has_environment, f"rollout {rollout.id} has no environment"
         assert not is_live or rollout.is_under_way, f"rollout {rollout.id} has ended"
-        if rollout.phase == "ready":
+        if rollout.phase == "ready" and not rollout.is_held_out:
             assert not rollout.has_environment, f"rollout {rollout.id} kept its environment"
         assert rollout.turn <= own.config.max_turns, f"rollout {rollout.id} has too many turns"
 
 
 def _check_evaluation(state: State, own: Evaluations) -> None:
+    for episode in own.episodes.values():
+        is_sent = episode.id - HELD_OUT in own.sent
+        assert is_sent == (episode.phase == "generating") == (episode.replica is not None)
     if own.running is None:
         assert not own.to_send, "rollouts wait for no evaluation"
         return
+    between = ("queued", "acting", "finished", "verifying")
     num_open = len(own.to_send) + len(own.sent)
+    num_open += sum(episode.phase in between for episode in own.episodes.values())
     assert num_open + own.num_ended == own.num_rollouts or own.is_void, (
         f"{own.num_rollouts} rollouts evaluate, but {num_open} are open and {own.num_ended} ended"
     )

@@ -5,6 +5,9 @@ Every command ends in exactly one event. `Abort`, `Close`, `Truncate`, `Take`, `
 needs to carry it out. Trainer 0 is the primary trainer: replicas load its versions. Secondary trainers train on the same
 rollouts. A rollout is an episode of one turn or more: `Generate` continues it, and `Act` lets its environment answer.
 
+Rollout r of an evaluation is r in `Evaluate` and `Evaluated`. With an environment it is `HELD_OUT` + r in `Act`, `Close`,
+`Truncate`, `Abort`, `Verify` and their events, because these also name rollouts of training.
+
     command         ends in             resource
     StartReplica    ReplicaStarted      replica
     StopReplica     ReplicaStopped      replica
@@ -36,6 +39,9 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+HELD_OUT = 1 << 40
+"""Number of the first rollout of an evaluation beside those of training, which are fewer."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -262,13 +268,23 @@ class DrawEvaluation(Message, frozen=True):
     version: int
 
 
-class Evaluate(Message, frozen=True):
-    """Generate `rollout` of the evaluation of `version` on `replica`, and compute its reward."""
+class Evaluate(Message, frozen=True, omit_defaults=True):
+    """Generate `rollout` of the evaluation of `version` on `replica`, and compute its reward.
+
+    With an environment it only generates the turn after the first `turn` turns, as `Generate` does. `Verify` computes
+    the reward when the episode is over.
+    """
 
     rollout: int
     """Number in this evaluation; with n rollouts of a prompt it is of prompt `rollout` // n."""
     replica: int
     version: int
+    prefix: int = 0
+    """Output tokens that it has."""
+    turn: int = 0
+    """Turns that its environment has answered."""
+    observed: int = 0
+    """Tokens of its observations."""
 
 
 class EndEvaluation(Message, frozen=True, omit_defaults=True):
@@ -599,7 +615,7 @@ class EvaluationDrawn(Message, frozen=True):
 
 
 class Evaluated(Message, frozen=True, omit_defaults=True):
-    """An `Evaluate` ended: its rollout has a reward."""
+    """An `Evaluate` ended: its rollout has a reward, or with an environment its turn has ended."""
 
     rollout: int
     version: int
@@ -612,6 +628,8 @@ class Evaluated(Message, frozen=True, omit_defaults=True):
     """Seconds at the start of `run_time` until its prompt was computed."""
     is_truncated: bool = False
     """Whether it ended because it had the maximum length."""
+    is_turn: bool = False
+    """Whether only a turn has ended. Then `reward` is 0."""
 
 
 class Woke(Message, frozen=True):

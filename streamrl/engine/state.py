@@ -29,6 +29,7 @@ from streamrl.engine.evaluation import Evaluations
 from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.messages import (
+    HELD_OUT,
     Abort,
     Act,
     CheckpointSaved,
@@ -44,6 +45,7 @@ from streamrl.engine.messages import (
     Event,
     ExpectationsChanged,
     Failed,
+    Finish,
     Generate,
     Generated,
     Interrupted,
@@ -220,7 +222,7 @@ class State:
     def is_evaluating(self) -> bool:
         """Whether an evaluation runs, or rollouts of one that was ended have not ended."""
         own = self.evaluations
-        return own is not None and (own.running is not None or bool(own.sent))
+        return own is not None and (own.running is not None or own.has_open_rollouts)
 
     def observe(self, event: Event, now: float) -> None:
         """Record an event that happened at `now` seconds.
@@ -291,9 +293,9 @@ class State:
             case CheckpointSaved(version, trainer):
                 self.trainers[trainer].save(version)
             case EvaluationDrawn():
-                self._own_evaluations.draw(event)
+                self._draw_evaluation(event)
             case Evaluated():
-                self._own_evaluations.end(event.rollout)
+                self._end_evaluate(event)
             case Woke(time):
                 if time == self.next_wake:  # an earlier timer may end later than it was useful
                     self.next_wake = None
@@ -324,11 +326,11 @@ class State:
             case Verify():
                 self._begin_verify(command)
             case Act():
-                self._own_environments.begin(self.rollouts[command.rollout], command)
+                self._own_environments.begin(self._episode(command.rollout), command)
             case Close(rollout_id):
-                self._own_environments.close(self.rollouts[rollout_id])
+                self._close(self._episode(rollout_id))
             case Truncate(rollout_id):
-                self._truncate(self.rollouts[rollout_id])
+                self._truncate(self._episode(rollout_id))
             case Take():
                 self.trainers[command.trainer].take(command, self.groups[command.group])
             case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
@@ -345,7 +347,7 @@ class State:
             case LoadWeights(replica_id, version):
                 self.fleet.load(replica_id, version)
             case Abort(rollout_id):
-                self.rollouts[rollout_id].is_aborting = True
+                self._episode(rollout_id).is_aborting = True
             case Skip(group_id, trainer, reason):
                 self._skip(self.groups[group_id], self.trainers[trainer], reason)
             case Postpone(group_id, oldest_version):
@@ -365,9 +367,9 @@ class State:
             case DrawEvaluation(version):
                 self._own_evaluations.begin(version)
             case Evaluate():
-                self._own_evaluations.send(command)
+                self._begin_evaluate(command)
             case EndEvaluation():
-                self._own_evaluations.finish()
+                self._finish_evaluation()
             case WakeAt(time):
                 self.next_wake = time
             case _:
@@ -434,17 +436,25 @@ class State:
         elif self.environments is None:
             self._finish(rollout)
         else:
-            self._end_turn(rollout, event, self.environments)
+            self._end_turn(rollout, event.finish, self.environments)
 
     def _finish(self, rollout: Rollout) -> None:
         """Record that a rollout is generated, so that its reward can be computed."""
-        rollout.phase = "finished"
         self.recent.add(rollout.tokens)
+        self._await_reward(rollout)
+
+    def _await_reward(self, rollout: Rollout) -> None:
+        rollout.phase = "finished"
         self.unverified.append(rollout)
 
-    def _end_turn(self, rollout: Rollout, event: Generated, environments: Environments) -> None:
+    def _episode(self, number: int) -> Rollout:
+        """Return an open rollout, of training or of an evaluation."""
+        found = self.rollouts.get(number)
+        return self._own_evaluations.episodes[number] if found is None else found
+
+    def _end_turn(self, rollout: Rollout, finish: Finish, environments: Environments) -> None:
         """Let the environment answer a turn, unless it ends the episode."""
-        is_last = event.finish != "stop" or environments.is_last_turn(rollout)
+        is_last = finish != "stop" or environments.is_last_turn(rollout)
         if rollout.is_truncated or is_last or rollout.context >= environments.config.max_context:
             self._end_episode(rollout, environments)
         else:
@@ -452,12 +462,14 @@ class State:
 
     def _end_act(self, event: Observed) -> None:
         """Record an observation; the policy's next turn follows unless the episode is over."""
-        environments, rollout = self._own_environments, self.rollouts[event.rollout]
-        environments.num_acting -= 1
+        environments, rollout = self._own_environments, self._episode(event.rollout)
+        environments.end_act(rollout)
         if rollout.group.is_dropped:
-            self._forget(rollout)
+            self._leave_dropped(rollout)
         elif environments.answer(rollout, event, self.now):
             self._end_episode(rollout, environments)
+        elif rollout.is_held_out:
+            self._own_evaluations.await_turn(rollout)
         else:
             self.waiting.add(rollout)
 
@@ -470,17 +482,31 @@ class State:
         environments.end(rollout)
         if not environments.config.scores_in_sandbox:
             environments.to_close.append(rollout)
-        self._finish(rollout)
+        if rollout.is_held_out:
+            self._await_reward(rollout)
+        else:
+            self._finish(rollout)
 
     def _truncate(self, rollout: Rollout) -> None:
         """Record that the time of an episode is over. What runs for it ends by its own event."""
         rollout.is_truncated = True
         if rollout.phase in ("waiting", "queued"):
+            if rollout.is_held_out and rollout.phase == "waiting":
+                self._own_evaluations.to_send.remove(rollout.id - HELD_OUT)
             self._end_episode(rollout, self._own_environments)
+
+    def _close(self, rollout: Rollout) -> None:
+        self._own_environments.close(rollout)
+        if rollout.is_held_out and rollout.phase == "ready":
+            self._own_evaluations.settle(rollout)
 
     def _lose_environment(self, rollout: Rollout, environments: Environments) -> None:
         """Record a failure of an episode outside the policy; it starts over, or continues elsewhere."""
-        self.failure_counts.fail(rollout, self.now)
+        if not rollout.is_held_out:
+            self.failure_counts.fail(rollout, self.now)
+        elif self._own_evaluations.has_failed_too_often(rollout.id - HELD_OUT):
+            self._own_evaluations.leave_out(rollout, environments)
+            return
         environments.lose(rollout)
 
     @property
@@ -495,8 +521,11 @@ class State:
 
     def _end_verify(self, event: Verified) -> None:
         """Pass a rollout with a reward to the trainers, alone or with its group."""
-        rollout = self.rollouts[event.rollout]
         self.num_verifying -= 1
+        if event.rollout >= HELD_OUT:
+            self._own_evaluations.end_episode(event.rollout, self._own_environments)
+            return
+        rollout = self.rollouts[event.rollout]
         if rollout.has_environment:
             self._own_environments.to_close.append(rollout)
         rollout.reward = event.reward
@@ -597,6 +626,63 @@ class State:
         self.failure_counts.failed.pop(rollout.id, None)
         del self.rollouts[rollout.id]
 
+    # Evaluations ----------------------------------------------------------------------------------
+
+    def _draw_evaluation(self, event: EvaluationDrawn) -> None:
+        own = self._own_evaluations
+        own.draw(event)
+        if self.environments is not None:
+            for episode in own.begin_episodes(event):
+                self.environments.add(episode)
+
+    def _begin_evaluate(self, command: Evaluate) -> None:
+        self._own_evaluations.send(command)
+        if self.environments is not None:
+            self._own_evaluations.send_turn(command, self.fleet.replicas[command.replica])
+
+    def _end_evaluate(self, event: Evaluated) -> None:
+        own = self._own_evaluations
+        if not event.is_turn:
+            own.end(event.rollout)
+            return
+        episode = own.return_turn(event.rollout)
+        episode.tokens, episode.born = event.tokens, event.version
+        if episode.group.is_dropped:
+            own.settle(episode)
+        else:
+            finish: Finish = "length" if event.is_truncated else "stop"
+            self._end_turn(episode, finish, self._own_environments)
+
+    def _fail_evaluate(self, command: Evaluate) -> None:
+        """Let a failed rollout, or turn, of an evaluation be repeated, unless it failed too often."""
+        own, is_lost = self._own_evaluations, command.replica not in self.fleet.replicas
+        if self.environments is None:
+            own.fail(command.rollout, is_lost=is_lost)
+            return
+        episode = own.return_turn(command.rollout)
+        if episode.group.is_dropped:
+            own.settle(episode)
+        elif episode.is_truncated:
+            self._end_episode(episode, self.environments)
+        elif not is_lost and own.has_failed_too_often(command.rollout):
+            own.leave_out(episode, self.environments)
+        else:
+            own.await_turn(episode)
+
+    def _finish_evaluation(self) -> None:
+        """Record the end of an evaluation. What runs for its episodes ends by its own events."""
+        for episode in self._own_evaluations.finish(self.environments):
+            self.unverified.remove(episode)
+
+    def _leave_dropped(self, rollout: Rollout) -> None:
+        """Forget a rollout that was dropped, once what ran for it has ended."""
+        if rollout.is_held_out:
+            self._own_evaluations.settle(rollout)
+        else:
+            self._forget(rollout)
+
+    # The end of the run, and failures -------------------------------------------------------------
+
     def _stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason
         self.is_stopping = True
@@ -645,12 +731,11 @@ class State:
                     self._retry(rollout, is_lost=replica_id not in self.fleet.replicas)
             case Verify(rollout_id):
                 self.num_verifying -= 1
-                self._retry(self.rollouts[rollout_id])
+                self._retry(self._episode(rollout_id))
             case Act(rollout_id):
-                self._fail_act(self.rollouts[rollout_id])
-            case Evaluate(rollout_id, replica_id):
-                is_lost = replica_id not in self.fleet.replicas
-                self._own_evaluations.fail(rollout_id, is_lost=is_lost)
+                self._fail_act(self._episode(rollout_id))
+            case Evaluate():
+                self._fail_evaluate(command)
             case StartReplica(replica_id) | StopReplica(replica_id):
                 self.fleet.lose(replica_id)
                 self._look_at_lent()
@@ -683,24 +768,28 @@ class State:
                 self.num_admitted -= num_groups
                 self.num_drawing -= num_groups
             case DrawEvaluation():
-                self._own_evaluations.finish()
+                self._finish_evaluation()
 
     def _fail_act(self, rollout: Rollout) -> None:
         """Record that an environment was lost, or did not start."""
         environments = self._own_environments
-        environments.num_acting -= 1
+        environments.end_act(rollout)
         if rollout.group.is_dropped:
             environments.close(rollout)
-            self._forget(rollout)
+            self._leave_dropped(rollout)
         else:
             self._lose_environment(rollout, environments)
 
     def _retry(self, rollout: Rollout, is_lost: bool = False) -> None:
         """Let failed work be retried; a policy decides how often."""
         if rollout.group.is_dropped:
-            self._forget(rollout)
+            self._leave_dropped(rollout)
             return
-        self.failure_counts.fail(rollout, None if is_lost else self.now)
+        if not rollout.is_held_out:
+            self.failure_counts.fail(rollout, None if is_lost else self.now)
+        elif self._own_evaluations.has_failed_too_often(rollout.id - HELD_OUT):
+            self._own_evaluations.leave_out(rollout, self._own_environments)
+            return
         if rollout.phase == "verifying":
             rollout.phase = "finished"
             self.unverified.append(rollout)

@@ -118,7 +118,7 @@ def build_policies(run: Run) -> list[Policy]:
         RetryThenDrop(policies.max_attempts, has_environment=run.environment is not None),
         StopWithoutProgress(policies.max_dropped_groups, policies.max_step_time),
         # before the policies that an evaluation holds, which go on when it ends
-        *([EvaluateVersions()] if run.evaluation is not None else []),
+        *([EvaluateVersions(run.environment is not None)] if run.evaluation is not None else []),
         StartOver(),
         WindDown(),
         CheckpointEvery(
@@ -146,7 +146,11 @@ def build_policies(run: Run) -> list[Policy]:
         ),
         *_hold_weights(run.evaluation, [_weight_sync(system.weight_sync)]),
         *([RunEnvironments()] if run.environment is not None else []),
-        *_hold_training(run.evaluation, build_dispatch(policies, run.rollout, run.seed)),
+        *_hold_training(
+            # with environments their starts are held, and episodes that have one go on
+            run.evaluation if run.environment is None else None,
+            build_dispatch(policies, run.rollout, run.seed),
+        ),
         *(
             policy
             for trainer in range(LEADER + 1, run.num_trainers)

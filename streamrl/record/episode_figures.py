@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from streamrl.engine.messages import (
+    HELD_OUT,
     Act,
     Close,
     Drop,
@@ -111,7 +112,7 @@ class EpisodeReader(MessageReader):
 
     def _act(self, command: Act, time: float) -> None:
         rollout = command.rollout
-        if command.starts:
+        if command.starts and rollout < HELD_OUT:  # training alone has figures
             self._open[rollout] = _Episode(time, self._prompts.get(rollout, 0))
         if (episode := self._open.get(rollout)) is not None:
             episode.running = command, time

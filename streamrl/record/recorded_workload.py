@@ -11,6 +11,7 @@ from statistics import mean
 import msgspec
 
 from streamrl.engine.messages import (
+    HELD_OUT,
     Drop,
     PromptsDrawn,
     RunStarted,
@@ -65,7 +66,7 @@ def _mean_rewards(trace: Trace) -> Iterator[float]:
     size = trace.run.algorithm.group_size
     incomplete: dict[int, list[float]] = {}
     for _, event, _ in trace.entries:
-        if isinstance(event, Verified):
+        if isinstance(event, Verified) and event.rollout < HELD_OUT:
             rewards = incomplete.setdefault(event.rollout // size, [])
             rewards.append(event.reward)
             if len(rewards) == size:

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from streamrl.engine.messages import (
+    HELD_OUT,
     CheckpointSaved,
     Command,
     EndEvaluation,
@@ -401,8 +402,10 @@ class LeaderSteps:
             self._generated += event.finish != "aborted"
             return
         match event:
-            case Verified():
-                self._generated += 1
+            case Verified(rollout):
+                self._generated += rollout < HELD_OUT
+                if rollout >= HELD_OUT:
+                    self._see_end_of_evaluation(commands, time)
             case Stepped(_, trainer) if trainer == LEADER:
                 self._end_step(time)
             case CheckpointSaved(version, trainer) if trainer == LEADER:
@@ -420,10 +423,13 @@ class LeaderSteps:
             case EvaluationDrawn():
                 self._evaluating_since = time
             case Evaluated() | Failed():
-                if any(isinstance(command, EndEvaluation) for command in commands):
-                    self._end_evaluation(time - self._evaluating_since)
+                self._see_end_of_evaluation(commands, time)
             case _:
                 pass  # concerns a secondary trainer
+
+    def _see_end_of_evaluation(self, commands: list[Command], time: float) -> None:
+        if any(isinstance(command, EndEvaluation) for command in commands):
+            self._end_evaluation(time - self._evaluating_since)
 
     def durations(self) -> Floats:
         """Return the seconds of each step since the end of the step before it."""

@@ -18,7 +18,14 @@ from streamrl.runfile.environment_checks import check_credit, check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.evaluation_checks import check_checkpoints, check_evaluation
 from streamrl.runfile.evaluation_config import EvaluationConfig
-from streamrl.runfile.field_checks import MOST_DRAFTED, POSITIVE, SHARE, check_bounds, sections_of
+from streamrl.runfile.field_checks import (
+    MOST_DRAFTED,
+    MOST_ROLLOUTS,
+    POSITIVE,
+    SHARE,
+    check_bounds,
+    sections_of,
+)
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
 from streamrl.runfile.keys import join_key, trainer_key
 from streamrl.runfile.length_words import stated_figures
@@ -444,9 +451,6 @@ def _check_said(fault: FaultConfig, key: str, name: str) -> None:
         raise RunError(f"{key}.{name}", value, OneOf(kinds), text, (f"{key}.kind",))
 
 
-MOST_ROLLOUTS = 10**7
-"""Of one step; every rollout under way is held in memory."""
-
 LONGEST_PATH, LONGEST_NAME = 4095, 255
 """Bytes, on Linux (linux/limits.h)."""
 
@@ -742,7 +746,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
         run.environment, run.policies, run.workload, run.rollout.kinds, run.verifier
     ),
     lambda run: check_credit(run.algorithm, run.environment),
-    lambda run: check_evaluation(run.evaluation, run.environment, run.workload),
+    lambda run: check_evaluation(run.evaluation, run.workload),
     lambda run: _check_evaluation_scorer(run.evaluation),
     lambda run: check_checkpoints(run.execute.checkpoints, run.evaluation),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from streamrl.runfile.config import CheckpointsConfig
-from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Bounds, RunError, shown
 from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.field_checks import MOST_ROLLOUTS
 from streamrl.runfile.workload_config import WorkloadConfig
 
 OF_PROMPTS = ("subset", "split", "fields", "template")
@@ -14,16 +14,25 @@ OF_PROMPTS = ("subset", "split", "fields", "template")
 
 def check_evaluation(
     config: EvaluationConfig | None,
-    environment: EnvironmentConfig | None,
     workload: WorkloadConfig,
 ) -> None:
     """Raise `RunError` if a value does not fit the others."""
     if config is None:
         return
-    if environment is not None:
-        text = "evaluation is for episodes of one turn; remove it or the section [environment]"
-        raise RunError("evaluation", None, text=text, others=("environment",))
     _check_source(config, workload)
+    if config.num_prompts is not None and config.num_prompts * config.samples > MOST_ROLLOUTS:
+        most = MOST_ROLLOUTS // config.samples
+        text = (
+            f"evaluation.num_prompts={config.num_prompts} x samples={config.samples} must be at most {MOST_ROLLOUTS} "
+            f"rollouts; set evaluation.num_prompts to at most {most}"
+        )
+        raise RunError(
+            "evaluation.num_prompts",
+            config.num_prompts,
+            Bounds(1, most),
+            text,
+            ("evaluation.samples",),
+        )
     for k in config.k:
         if not 1 <= k <= config.samples:
             text = f"evaluation.k must be in [1, {config.samples}] (evaluation.samples), got {k}"

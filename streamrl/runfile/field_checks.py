@@ -373,6 +373,8 @@ TERM = Bounds(0, 10 * SECONDS_PER_YEAR)
 """Of a contract for GPUs: at most ten years."""
 FACTOR = Bounds(1e-4, 1e4)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
+MOST_ROLLOUTS = 10**7
+"""Maximum rollouts of a step, or of an evaluation; those under way are held in memory."""
 MOST_PER_GROUP = 2**14
 """Maximum rollouts of one prompt. Lengths of a thousand groups are drawn at once; this keeps them
 below 128 MiB.

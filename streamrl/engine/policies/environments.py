@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from streamrl.engine.entities import Rollout
 from streamrl.engine.environments import DUE, Environments
 from streamrl.engine.messages import Abort, Act, Close, Command, Truncate, WakeAt
 from streamrl.engine.state import State
@@ -13,13 +14,14 @@ class RunEnvironments:
     """Close environments that are done, let others answer at once, and start new ones within their limits.
 
     An environment starts only when a replica has, or loads, weights that are fresh enough for its
-    first turn. So no sandbox waits for weights.
+    first turn. So no sandbox waits for weights. While an evaluation holds training, no environment of
+    training starts. Episodes that have one go on, because the evaluation may need their sandboxes.
     """
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield closes, actions and starts."""
         own = state.environments
-        if own is None or not (own.to_close or own.to_act or own.queue):
+        if own is None or not (own.to_close or own.to_act or own.queue or own.held_out):
             return ()
         return self._run(state, own)
 
@@ -32,11 +34,17 @@ class RunEnvironments:
             limit = own.time_limit(rollout, state.now)
             yield Act(rollout.id, rollout.turn + 1, time_limit=limit)
         while state.fleet.has_come_up and (rollout := own.next_to_start()) is not None:
-            if not state.fleet.serves(rollout.group):
+            if not state.fleet.serves(rollout.group) or _is_held(state, rollout):
                 return
             limit = own.time_limit(rollout, state.now)
             turn = rollout.turn + rollout.is_turn_over
             yield Act(rollout.id, turn, starts=True, time_limit=limit)
+
+
+def _is_held(state: State, rollout: Rollout) -> bool:
+    """Return whether an episode of training waits for an evaluation."""
+    evaluations = state.evaluations
+    return evaluations is not None and not rollout.is_held_out and evaluations.holds_training
 
 
 class EndOverdue:
@@ -46,7 +54,8 @@ class EndOverdue:
         """Yield the ends of overdue episodes, and an instant to look again."""
         own = state.environments
         first = None if own is None else own.next_deadline()
-        if own is None or first is None or state.is_stopping:
+        is_over = state.is_stopping and not state.awaits_evaluation
+        if own is None or first is None or is_over:
             return ()
         if first.deadline - DUE > state.now:
             return () if _is_set(state, first.deadline) else (WakeAt(first.deadline),)

@@ -8,6 +8,7 @@ from heapq import heapify, heapreplace
 from streamrl.engine.engine import Policy
 from streamrl.engine.evaluation import Evaluations
 from streamrl.engine.messages import (
+    HELD_OUT,
     Command,
     DrawEvaluation,
     EndEvaluation,
@@ -25,10 +26,12 @@ class EvaluateVersions:
     """Evaluate each version that is due, once every serving replica has its weights.
 
     All rollouts are sent at once, each to the replica with the fewest rollouts of this evaluation
-    for its share.
+    for its share. An episode's turns are sent when its environment has answered; with sticky
+    placement they stay on one replica.
     """
 
-    ignores = (Generated, Verified)
+    def __init__(self, has_environment: bool = False) -> None:
+        self.ignores = () if has_environment else (Generated, Verified)
 
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the beginning of an evaluation, its rollouts, and its end."""
@@ -49,7 +52,7 @@ class EvaluateVersions:
 
 
 def _may_begin(state: State, own: Evaluations) -> bool:
-    is_free = own.running is None and not own.sent and state.stop_reason is None
+    is_free = own.running is None and not own.has_open_rollouts and state.stop_reason is None
     has_weights = state.is_synced and state.pushed_version == own.due
     return is_free and has_weights and state.fleet.has_come_up
 
@@ -69,11 +72,20 @@ def _send(state: State, own: Evaluations, version: int) -> Iterator[Evaluate]:
     shares = {replica.id: replica.share for replica in replicas}
     loads = [(num / shares[replica], replica) for replica, num in num_sent.items()]
     heapify(loads)
+    is_sticky = state.environments is not None and state.environments.is_sticky
     while own.to_send:
-        _, replica = loads[0]
-        yield Evaluate(own.to_send[0], replica, version)
+        episode = own.episodes.get(HELD_OUT + own.to_send[0])
+        home = episode.home if episode is not None and is_sticky else None
+        replica = loads[0][1] if home is None or home not in shares else home
+        if episode is None:
+            yield Evaluate(own.to_send[0], replica, version)
+        else:
+            yield Evaluate(
+                own.to_send[0], replica, version, episode.tokens, episode.turn, episode.observed
+            )
         num_sent[replica] += 1
-        heapreplace(loads, (num_sent[replica] / shares[replica], replica))
+        if replica == loads[0][1]:
+            heapreplace(loads, (num_sent[replica] / shares[replica], replica))
 
 
 def take_optional(policy: Policy, wrapper: Policy) -> None:
