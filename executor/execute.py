@@ -394,7 +394,11 @@ async def _execute_in(
         held_out_prompts,
         verifier_of,
     )
-    from streamrl.executor.launchers.role_configs import RoleConfigs, weights_room
+    from streamrl.executor.launchers.role_configs import (
+        RoleConfigs,
+        received_copies,
+        weights_room,
+    )
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
     from streamrl.executor.tokens import decode_ids
     from streamrl.executor.verifier.verifier import Verifier
@@ -523,7 +527,13 @@ async def _execute_in(
                 run.execute,
                 run.trainer.pool,
                 launcher,
-                weights_room(run.model, serves_adapters=run.serves_adapters),
+                weights_room(
+                    run.model,
+                    serves_adapters=run.serves_adapters,
+                    copies=received_copies(
+                        run.sync, run.execute.launcher, run.rollout, run.cluster.pools
+                    ),
+                ),
             ),
             directory,
             records,
@@ -575,11 +585,20 @@ def make_transfer(
     room: int,
     source: WeightSource,
 ) -> TransferRole:
-    """Return the weight transfer of a run: direct, a directory shared by all roles with `room` bytes, or relays."""
+    """Return the weight transfer of a run: direct, a directory shared by all roles with `room` bytes, or relays.
+
+    A direct transfer needs `room` bytes on each machine with replicas; log it if this one has less.
+    """
     from streamrl.executor.transfer.direct_transfer import DirectTransfer
     from streamrl.executor.transfer.relayed_transfer import RelayedTransfer
+    from streamrl.executor.transfer.shared_directory import (
+        free_shared_memory,
+        warn_of_little_room,
+    )
     from streamrl.executor.transfer.transfer import Transfer
 
+    if sync.is_direct and free_shared_memory() < room:
+        warn_of_little_room("the weights that replicas receive", room)
     match sync.wire:
         case "cuda-ipc":
             return DirectTransfer(source, "cuda-ipc", execute.patience)

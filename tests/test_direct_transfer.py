@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import threading
 import time
@@ -20,7 +22,7 @@ from streamrl.executor.launchers.processes import begin_for
 from streamrl.executor.roles import BroadcastRank, Manifest, TrainerRole, UnreachedError
 from streamrl.executor.rollout.replica import Replica
 from streamrl.executor.trainer.trainer import Trainer
-from streamrl.executor.transfer import packed_weights, shared_gpu
+from streamrl.executor.transfer import packed_weights, shared_directory, shared_gpu
 from streamrl.executor.transfer.direct_transfer import DirectTransfer
 from streamrl.executor.transfer.packed_weights import WeightReceiver, WeightSender, data_checksum
 from streamrl.executor.transfer.shared_memory import read_buckets, write_buckets
@@ -107,6 +109,31 @@ def test_every_receiver_reads_what_was_packed_and_versions_reuse_files(
     assert len(files) == 2 * 2 * len(manifest.buckets), "two versions in each receiver"
     with pytest.raises(ValueError, match="version 3 was not received"):
         circle.receivers[0].files_of(Manifest(version=3, buckets=[], is_packed=True))
+
+
+def test_what_a_receiver_has_no_memory_for_is_received_on_a_disk(
+    circle: Circle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first receiver has taken the memory: a write to a sparse file would kill the second one."""
+    allocate, room = os.posix_fallocate, [3 * 2**19]
+    memory = str(shared_directory.SHARED_MEMORY)
+
+    def limited(descriptor: int, offset: int, size: int) -> None:
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(memory):
+            if room[0] < size:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room[0] -= size
+        allocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    manifest = circle.sender.pack([("a", torch.arange(2**17))], 1, [])  # 1 MiB and a header
+    assert circle.send(manifest, []) == []
+    found = [receiver.files_of(manifest) for receiver in circle.receivers]
+    for each in found:
+        assert torch.equal(dict(read_buckets(each))["a"], torch.arange(2**17))
+        assert Path(each.buckets[0].path).stat().st_blocks * 512 >= 2**20
+    assert sum(each.buckets[0].path.startswith(memory) for each in found) == 1
+    assert "--shm-size" in caplog.text
 
 
 def test_a_bucket_that_arrives_damaged_is_refused(

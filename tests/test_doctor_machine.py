@@ -15,6 +15,7 @@ from streamrl.cli.doctor import examine
 from streamrl.doctor import files
 from streamrl.executor.checkup import installed, readiness, run_paths
 from streamrl.executor.launchers.placement import PlacedRoles
+from streamrl.executor.launchers.role_configs import weights_room
 from streamrl.executor.verifier import landlock, seccomp
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.hugging_face import INDEX
@@ -127,6 +128,23 @@ def test_a_container_with_little_shared_memory_is_found(
     found = bad(list(readiness.find(make_run(local_table(tmp_path, changes)))))
     assert (found["shared-memory"].level if level else "") == level
     assert not level or "--shm-size" in found["shared-memory"].fix
+
+
+def test_each_replica_that_receives_weights_itself_needs_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"rollout.replicas": 3, "cluster.pools.here.gpus_per_node": 4}
+    shared, received = (
+        make_run(local_table(tmp_path, {**changes, **more}))
+        for more in ({}, {"sync.wire": "broadcast"})
+    )
+    need = weights_room(shared.model, serves_adapters=False)
+    monkeypatch.setattr(readiness, "free_shared_memory", lambda: 3 * need - 1)
+    assert "shared-memory" not in bad(list(readiness.find(shared)))
+    found = bad(list(readiness.find(received)))["shared-memory"]
+    assert found.level == "warning" and "in 3 replicas" in found.text
+    monkeypatch.setattr(readiness, "free_shared_memory", lambda: 3 * need)
+    assert "shared-memory" not in bad(list(readiness.find(received)))
 
 
 @pytest.mark.parametrize("scorer", ["exact", "math-verify", "reasoning-gym"])

@@ -133,6 +133,16 @@ def test_one_run_file_executes_on_every_trainer_with_weights_every_way(
     assert all(event.wire_time > 0 and event.decode_time > 0 for event in pushed)
 
 
+def test_weights_go_from_the_trainer_to_replicas_of_other_nodes_in_one_broadcast(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    settings = ("algorithm.steps=6", "execute.checkpoint_every=1", "sync.wire=broadcast")
+    trace = execute(nodes, tmp_path, *settings, faults=FAULTS)
+    pushed = [e.event for e in trace.entries if isinstance(e.event, WeightsPushed)]
+    assert pushed and all(event.wire_time > 0 for event in pushed)
+    assert any(isinstance(entry.event, ReplicaLost) for entry in trace.entries)
+
+
 HANGS = '[[faults]]\nkind = "replica-hangs"\nstep = 5\n'
 
 

@@ -21,7 +21,7 @@ from streamrl.executor.launchers.placement import (
     threads_of,
     usable_cores,
 )
-from streamrl.executor.launchers.role_configs import weights_room
+from streamrl.executor.launchers.role_configs import received_copies, weights_room
 from streamrl.executor.transfer.shared_directory import (
     MORE_SHARED_MEMORY,
     SHARED_MEMORY,
@@ -119,7 +119,10 @@ def find(run: Run) -> Iterator[Finding]:
         takes_turns = run.policies.shares_gpus
         reserved = _reserved_beside(run.rollout, run.execute.device, takes_turns=takes_turns)
         yield from _find_memory(resolve(run), run.rollout.max_tokens, reserved)
-    yield from _find_shared_memory(run.model, run.rollout, serves_adapters=run.serves_adapters)
+    copies = received_copies(run.sync, run.execute.launcher, run.rollout, run.cluster.pools)
+    yield from _find_shared_memory(
+        run.model, run.rollout, copies, serves_adapters=run.serves_adapters
+    )
     yield from _find_sandbox(run.verifier)
     if run.environment is not None and run.environment.implementation is not None:
         yield from _find_environment(run.environment, run.workload)
@@ -246,17 +249,18 @@ QUEUE_BYTES = 10 * 16 * 2**20
 
 
 def _find_shared_memory(
-    model: ModelConfig, rollout: RolloutConfig, *, serves_adapters: bool
+    model: ModelConfig, rollout: RolloutConfig, copies: int, *, serves_adapters: bool
 ) -> Iterator[Finding]:
     """Check that weights, and the queues of vLLM, have room in shared memory; a container has 64 MB by default."""
     try:
-        need = weights_room(model, serves_adapters=serves_adapters)
+        need = weights_room(model, serves_adapters=serves_adapters, copies=copies)
     except ValueError:  # the doctor says by itself that a model cannot be read
         return
     split = [kind.replicas for kind in rollout.kinds if kind.tensor_parallel > 1]
     queues, free = QUEUE_BYTES * sum(split), free_shared_memory()
     text = (
-        f"two versions of the weights take {need / 1e9:.2f} GB of shared memory"
+        f"two versions of the weights {f'in {copies} replicas ' if copies > 1 else ''}"
+        f"take {need / 1e9:.2f} GB of shared memory"
         + (f" and vLLM's queues {queues / 1e9:.2f} GB" if queues else "")
         + f"; {SHARED_MEMORY} has room for {free / 1e9:.2f} GB"
     )

@@ -16,9 +16,11 @@ from streamrl.executor.sampling import Sampling, sampling_of
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.cluster_config import ModelConfig
+from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.gpu_pools import replicas_per_node
+from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig, SecondaryTrainerConfig
 
 LOGITS_CHUNK = 1024
@@ -160,11 +162,21 @@ KEPT_VERSIONS = 2
 """Weight versions that a machine has at once as a rule: the newest one, and the one being pushed."""
 
 
-def weights_room(model: ModelConfig, *, serves_adapters: bool) -> int:
+def weights_room(model: ModelConfig, *, serves_adapters: bool, copies: int = 1) -> int:
     """Return the bytes that pushed weights take on each machine; 0 for adapters alone, which are small."""
     if serves_adapters:
         return 0
-    return KEPT_VERSIONS * load_model(model).num_parameters * BYTES[model.dtype]
+    return copies * KEPT_VERSIONS * load_model(model).num_parameters * BYTES[model.dtype]
+
+
+def received_copies(
+    sync: SyncConfig, launcher: str, rollout: RolloutConfig, pools: dict[str, PoolConfig]
+) -> int:
+    """Return the replicas of one machine that each receive weights of their own; 1 if they share files."""
+    if not sync.is_direct:
+        return 1
+    every = sum(kind.replicas for kind in rollout.kinds)
+    return every if launcher != "ray" else min(every, replicas_per_node(rollout, pools))
 
 
 def _optimizer(algorithm: AlgorithmConfig) -> Config:

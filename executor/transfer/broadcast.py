@@ -103,7 +103,8 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group; waits of other threads and of other members for it end."""
-        group, self._group = self._group, None  # gloo closes its connections with its last reference
+        # gloo closes its connections with the last reference to the group
+        group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # the connection is gone already
                 group.abort()

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ from msgspec.structs import replace
 
 from streamrl.executor.roles import BroadcastRank, Bucket, Manifest
 from streamrl.executor.transfer.broadcast import BroadcastGroup, Rendezvous
-from streamrl.executor.transfer.shared_directory import SharedDirectory
+from streamrl.executor.transfer.shared_directory import (
+    SharedDirectory,
+    reserve,
+    warn_of_little_room,
+)
 from streamrl.executor.transfer.shared_memory import (
     BUCKET_BYTES,
     Contents,
@@ -127,7 +132,8 @@ class WeightReceiver:
     def __init__(self, device: str) -> None:
         """Receive nothing yet; `device` is the torch device at which buckets arrive."""
         self._device = torch.device(device)
-        self._directory: SharedDirectory | None = None
+        self._directories: list[SharedDirectory] = []
+        """Where files are: in shared memory, and on a disk once that is full."""
         self._received: dict[int, Manifest] = {}
         """Manifests of files, by version."""
         self._spare: list[list[Path]] = []
@@ -172,8 +178,8 @@ class WeightReceiver:
     def close(self) -> None:
         """Remove all files, and leave the group."""
         self._member.leave()
-        if self._directory is not None:
-            self._directory.remove()
+        for directory in self._directories:
+            directory.remove()
 
     def _receive_bucket(self, group: BroadcastGroup, bucket: Bucket, path: Path) -> None:
         file = torch.from_file(str(path), shared=True, size=bucket.num_bytes, dtype=torch.uint8)
@@ -196,11 +202,27 @@ class WeightReceiver:
             for file in files:
                 file.unlink(missing_ok=True)
         self._spare.clear()
-        if self._directory is None:
-            self._directory = SharedDirectory("received", KEPT_BUCKETS * manifest.num_bytes)
-        target = self._directory.path / str(next(self._numbers))
+        if not self._directories:
+            room = KEPT_BUCKETS * manifest.num_bytes
+            self._directories.append(SharedDirectory("received", room))
+        found = self._new_files(self._directories[-1], sizes)
+        if found is None:  # other replicas of this machine have taken the memory meanwhile
+            warn_of_little_room("received", manifest.num_bytes)
+            self._directories.append(SharedDirectory("received", on_disk=True))
+            found = self._new_files(self._directories[-1], sizes)
+        if found is None:
+            raise OSError(f"no room for weights of {manifest.num_bytes / 1e9:.2f} GB on the disk")
+        return found
+
+    def _new_files(self, directory: SharedDirectory, sizes: list[int]) -> list[Path] | None:
+        """Return new files of these sizes, with all their memory; None if there is not enough."""
+        target = directory.path / str(next(self._numbers))
         target.mkdir()
-        return [target / f"bucket-{number:05d}.safetensors" for number in range(len(sizes))]
+        files = [target / f"bucket-{number:05d}.safetensors" for number in range(len(sizes))]
+        if all(reserve(file, size) for file, size in zip(files, sizes, strict=True)):
+            return files
+        shutil.rmtree(target)
+        return None
 
 
 class _Member:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -39,26 +40,23 @@ class SharedDirectory:
     removes all directories without a living owner.
     """
 
-    def __init__(self, name: str, room: int = 0) -> None:
+    def __init__(self, name: str, room: int = 0, *, on_disk: bool = False) -> None:
         """Create the directory.
 
         Args:
             name: its purpose; letters, digits, `_`, `-` and `.`.
             room: bytes that will be written to it. If shared memory has less, the directory is on a disk.
+            on_disk: whether it is on a disk in any case.
 
         Raises:
             ValueError: the name has other characters.
         """
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"name must be letters, digits, '_', '-' or '.', got {name!r}")
-        parent = SHARED_MEMORY if free_shared_memory() >= max(1, room) else None
-        if parent is None:
-            parent = Path(tempfile.gettempdir())
-            if room and SHARED_MEMORY.is_dir():
-                logger.warning(
-                    f"{name} of {room / 1e9:.2f} GB go through files in {parent}: {SHARED_MEMORY} has room for "
-                    f"{free_shared_memory() / 1e9:.2f} GB; {MORE_SHARED_MEMORY}"
-                )
+        has_room = not on_disk and free_shared_memory() >= max(1, room)
+        parent = SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
+        if not has_room:
+            warn_of_little_room(name, room)
         remove_abandoned(parent)
         unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{name}-", dir=parent))
         self._lock = DirectoryLock(unlocked)
@@ -80,6 +78,32 @@ class SharedDirectory:
         self._watchdog.kill()
         self._watchdog.wait()
         self._lock.release()
+
+
+def warn_of_little_room(what: str, room: int) -> None:
+    """Log that something of `room` bytes has no room in shared memory, and what to do."""
+    if room and SHARED_MEMORY.is_dir():
+        logger.warning(
+            f"{what} of {room / 1e9:.2f} GB go through files in {tempfile.gettempdir()}: {SHARED_MEMORY} has room for "
+            f"{free_shared_memory() / 1e9:.2f} GB; {MORE_SHARED_MEMORY}"
+        )
+
+
+def reserve(path: Path, num_bytes: int) -> bool:
+    """Create a file with all its memory; return whether there is room for it.
+
+    A file that only has a size gets its memory at the first write, which kills the process if there is none left.
+    """
+    with path.open("xb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(1, num_bytes))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        else:
+            return True
+    path.unlink()
+    return False
 
 
 def remove_abandoned(parent: Path) -> None:
