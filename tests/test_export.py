@@ -374,6 +374,15 @@ def test_verl_gets_the_version_of_fsdp_and_what_it_frees() -> None:
         assert found[f"{prefix}reshard_after_forward"] == frees
 
 
+def test_sharding_groups_are_verls_fsdp_size_and_a_comment_elsewhere() -> None:
+    groups = [*SHARDED, "trainer.shard_ranks=2"]
+    key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    assert read_script(script_of(load_run(MAIN, groups), "verl"))[0][key] == "2"
+    assert key not in read_script(script_of(load_run(MAIN, SHARDED), "verl"))[0]
+    comments = " ".join(read_script(script_of(load_run(MAIN, groups), "nemo-rl"))[2])
+    assert "trainer.shard_ranks" in comments
+
+
 @pytest.mark.parametrize("name", ["verl", "nemo-rl"])
 def test_a_framework_without_a_way_of_sharding_has_no_script(name: ExportName) -> None:
     run = load_run(MAIN, [*SHARDED, "trainer.sharding=deepspeed"])

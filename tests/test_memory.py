@@ -467,6 +467,16 @@ def test_shards_of_fsdp2_have_one_copy_and_those_of_deepspeed_two() -> None:
     assert sum(two.values()) == pytest.approx(0.93 * sum(flat.values()))
 
 
+def test_each_sharding_group_has_a_copy_of_weights_and_optimizer() -> None:
+    ranks = {"trainer.zero": 3, "trainer.data_parallel": 4, "trainer.tensor_parallel": 1}
+    flat, pairs = (
+        trainer_memory(resolve(small_run({**ranks, "trainer.shard_ranks": each})).trainer)
+        for each in (None, 2)
+    )
+    assert pairs["optimizer"] == pytest.approx(2 * flat["optimizer"])
+    assert pairs["weights"] > 1.5 * flat["weights"]
+
+
 def test_a_way_of_sharding_matters_with_zero_3_only() -> None:
     changes = {"trainer.sharding": "fsdp", "trainer.reshard_after_forward": False}
     plain, other = (resolve(small_run(each)).trainer for each in ({}, changes))

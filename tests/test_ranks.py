@@ -52,6 +52,7 @@ class Shape(NamedTuple):
     zero: int
     tensor_parallel: int = 1
     context_parallel: int = 1
+    shard_ranks: int | None = None
 
 
 ALONE = Shape("torch", 1, 0)
@@ -62,6 +63,10 @@ SHAPES = [
     pytest.param(Shape("fsdp2", 2, 3, 2), id="fsdp2-2-tensor", marks=pytest.mark.fsdp2),
     pytest.param(Shape("fsdp2", 2, 3, 1, 2), id="fsdp2-2-context", marks=pytest.mark.fsdp2),
     pytest.param(Shape("fsdp2", 4, 3, 2, 2), id="fsdp2-4-both", marks=pytest.mark.fsdp2),
+    pytest.param(Shape("fsdp2", 4, 3, shard_ranks=2), id="fsdp2-4-groups", marks=pytest.mark.fsdp2),
+    pytest.param(
+        Shape("fsdp2", 4, 3, 2, shard_ranks=1), id="fsdp2-4-copies", marks=pytest.mark.fsdp2
+    ),
     *(
         pytest.param(
             Shape("deepspeed", num_ranks, zero),
@@ -92,6 +97,7 @@ async def trainer(
         num_ranks=shape.num_ranks,
         tensor_parallel=shape.tensor_parallel,
         context_parallel=shape.context_parallel,
+        shard_ranks=shape.shard_ranks,
         rendezvous=f"file://{rendezvous}",
         **{"learning_rate": RATE, **changes},
     )
@@ -448,6 +454,8 @@ LAYOUTS = {param.id: param.values[0] for param in SHAPES} | {"torch-1": ALONE}
                 ("torch-1", "fsdp2-4-both"),
                 ("fsdp2-2", "fsdp2-2-tensor"),
                 ("fsdp2-2-tensor", "fsdp2-1"),
+                ("fsdp2-4-groups", "fsdp2-2"),
+                ("fsdp2-2", "fsdp2-4-groups"),
             )
         ),
         *(

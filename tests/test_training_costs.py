@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from streamrl.hardware.model_shape import lora_parameters
 from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.training.layer import Layer, Pass
@@ -562,6 +564,38 @@ def test_weights_that_stay_after_the_forward_pass_are_gathered_once_less() -> No
     assert kept.stages.gather_time == freed.stages.gather_time > 0
     saved = freed.stages.scatter_time - kept.stages.scatter_time
     assert saved == pytest.approx(freed.stages.gather_time)
+
+
+def test_sharding_groups_gather_within_them_and_sum_gradients_over_them() -> None:
+    """Of 16 ranks, groups of 8 have a copy of the weights each: one node gathers, and two nodes sum shards."""
+    ranks = {"trainer.data_parallel": 16, "trainer.zero": 3, "cluster.pools.near.nodes": 2}
+    flat, grouped = (
+        train_costs({**ranks, "trainer.shard_ranks": each}).stages for each in (None, 8)
+    )
+    num_bytes = load_model(train_run().model).num_parameters
+    num_bytes *= CONSTANTS.collective
+    gather = 2 * num_bytes * (7 / 8) / H800.nvlink
+    scatter = 4 * num_bytes * (7 / 8) / H800.nvlink
+    all_reduce = 2 * (1 / 2) * 4 * num_bytes / 8 / min(H800.nvlink, H800.network)
+    assert grouped.gather_time == pytest.approx(gather)
+    assert grouped.scatter_time == pytest.approx(gather + scatter + all_reduce)
+    across = 2 * num_bytes * (15 / 16) / min(H800.nvlink, 8 * H800.network)
+    assert flat.gather_time == pytest.approx(across)
+    assert train_costs({**ranks, "trainer.shard_ranks": 16}).stages == flat
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"trainer.shard_ranks": 3}, "must divide data_parallel = 8, got 3"),
+        ({"trainer.shard_ranks": 4, "trainer.zero": 1}, "needs trainer.zero = 3, got 1"),
+        ({"trainer.shard_ranks": 4, "trainer.expert_parallel": 2}, "expert_parallel = 1, got 2"),
+        ({"trainer.shard_ranks": 0}, "must be at least 1, got 0"),
+    ],
+)
+def test_sharding_groups_that_do_not_fit_are_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(RunError, match=re.escape(what)):
+        train_run({"trainer.data_parallel": 8, "trainer.zero": 3, **changes})
 
 
 def test_an_optimizer_on_nvme_takes_its_bytes_over_the_drives_of_a_node() -> None:

@@ -124,6 +124,7 @@ class RoleConfigs:
             "seed": run.seed,
             "backend": run.trainer.backend,
             "reshard_after_forward": run.trainer.reshard_after_forward,
+            "shard_ranks": run.trainer.shard_ranks,
             "offload": run.trainer.offload and not (run.policies.shares_gpus or run.lending),
             "adapter_rank": run.sync.adapter_rank,
             **self._common(),

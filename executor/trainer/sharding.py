@@ -4,6 +4,9 @@ Ranks form a mesh. The tensor-parallel rank varies fastest, as in `streamrl.exec
 
     rank = (data * context_parallel + context) * tensor_parallel + tensor
 
+With `shard_ranks`, the data-parallel ranks form groups of so many adjacent ones. Each group has a copy of the weights, and
+after each pass the groups sum their gradients.
+
 Context ranks share the tokens of each pass (`streamrl.executor.trainer.context`). They split the weights as data-parallel
 ranks do, so "data-parallel" in the table means both.
 
@@ -42,7 +45,7 @@ from streamrl.executor.trainer.context import ContextRanks
 from streamrl.executor.trainer.trainer_settings import DTYPES, TrainerSettings
 from streamrl.executor.trainer.training_backend import broadcast_buffers
 
-DATA, CONTEXT, TENSOR = "data", "context", "tensor"
+COPY, DATA, CONTEXT, TENSOR = "copy", "data", "context", "tensor"
 """Names of the dimensions of a mesh."""
 OF_HEADS = "replicated_with_grad_allreduce"
 """transformers' name for norms of queries and keys: each rank normalizes its own heads with the same weights."""
@@ -85,7 +88,8 @@ def shard(settings: TrainerSettings, model: Any, *, learns: bool) -> list[Any]:
         if not name and settings.tensor_parallel > 1 and tied:
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
         whole_again = settings.reshard_after_forward and bool(name)
-        fully_shard(unit, mesh=mesh[DATA], mp_policy=policy, reshard_after_forward=whole_again)
+        over = mesh[COPY, DATA] if COPY in (mesh.mesh_dim_names or ()) else mesh[DATA]
+        fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=whole_again)
         _add_up(unit)
     model.to(settings.device)  # the remaining tensors: positions, masks
     broadcast_buffers(model)
@@ -104,10 +108,17 @@ def context_ranks_of(settings: TrainerSettings) -> ContextRanks | None:
 
 
 def mesh_of(settings: TrainerSettings) -> DeviceMesh:
-    """Return the mesh of all ranks, with context ranks among the data-parallel ones."""
+    """Return the mesh of all ranks, with context ranks among the data-parallel ones.
+
+    A dimension of copies comes first if groups of ranks have a copy each.
+    """
     tensor = settings.tensor_parallel
-    shape = (settings.num_ranks // tensor, tensor)
-    return init_device_mesh(settings.device, shape, mesh_dim_names=(DATA, TENSOR))
+    ranks = settings.num_ranks // tensor
+    shards = settings.shard_ranks or ranks
+    if shards == ranks:
+        return init_device_mesh(settings.device, (ranks, tensor), mesh_dim_names=(DATA, TENSOR))
+    shape = (ranks // shards, shards, tensor)
+    return init_device_mesh(settings.device, shape, mesh_dim_names=(COPY, DATA, TENSOR))
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

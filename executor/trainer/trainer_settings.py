@@ -119,6 +119,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that share the tokens of each pass, and so the same rollouts; only for fsdp2 and packed passes."""
     reshard_after_forward: bool = True
     """For fsdp2: whether layers are freed after the forward pass, and gathered again for the backward pass."""
+    shard_ranks: int | None = None
+    """For fsdp2: adjacent data-parallel and context ranks that shard one copy of the weights; None: all."""
     offload: bool = False
     """For fsdp2: whether moments of the optimizer wait in host memory between steps."""
     adapter_rank: int | None = None

@@ -242,7 +242,7 @@ def count_moved(replica: ReplicaHardware, trainer: TrainerHardware) -> PhaseByte
 def _trained_shard(trainer: TrainerHardware) -> float:
     """Return the bytes of one model's weights that a GPU of the trainer keeps."""
     parameters = shard_parameters(trainer.model, trainer.config)
-    ways = trainer.config.copies if trainer.config.zero == 3 else 1
+    ways = trainer.config.shards if trainer.config.zero == 3 else 1
     return parameters * BYTES[trainer.dtype] / ways
 
 
@@ -259,7 +259,7 @@ def _handed_over(replica: ReplicaHardware, trainer: TrainerHardware) -> tuple[fl
 def _copy_ranks(trainer: TrainerConfig) -> int:
     """Return the number of GPUs that share one copy of the weights."""
     if trainer.zero == 3:
-        return trainer.num_gpus
+        return trainer.num_gpus * trainer.shards // trainer.copies
     return trainer.pipeline_parallel * max(trainer.tensor_parallel, trainer.expert_ranks)
 
 
@@ -287,7 +287,7 @@ def _wire(
     """
     gpu = f"profiles/gpus/{side.pool.gpu}.toml"
     split = trainer.tensor_parallel * trainer.pipeline_parallel
-    split *= trainer.copies if trainer.zero == 3 else 1
+    split *= trainer.shards if trainer.zero == 3 else 1
     reach = split if rollout.num_gpus <= trainer.num_gpus else side.num_gpus
     if reach <= side.pool.domain:
         return side.gpu.nvlink, (gpu,)

@@ -65,6 +65,9 @@ ZERO_STAGES = (
 """DeepSpeed rejects ZeRO 3 with pipeline stages, and Megatron's optimizer has ZeRO 1. PyTorch's
 FSDP2 supports both together (torchtitan).
 """
+SHARD_RANKS = (
+    "trainer: trainer.shard_ranks needs ZeRO 3, whole experts and a number of ranks that it divides"
+)
 ZERO_ALONE = "trainer: ZeRO 3 of one rank, which has nobody to split with: plan.zero = [3] tries it"
 OF_FRAMEWORK = "trainer: framework {} splits none so"
 
@@ -391,6 +394,10 @@ def fitting_trainers(
             ):
                 if zero == 3 and pipeline > 1 and len(among.zero) > 1:
                     cut[ZERO_STAGES] += 1
+                    continue
+                own = trainer.config.shard_ranks
+                if own is not None and (zero != 3 or expert > 1 or data * context % own):
+                    cut[SHARD_RANKS] += 1
                     continue
                 if zero > 1 and data * context == 1 and len(among.zero) > 1:
                     cut[ZERO_ALONE] += 1

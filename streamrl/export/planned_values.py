@@ -118,6 +118,7 @@ def conditions(
         "dynamic-sampling": algorithm.dynamic_sampling,
         "group": algorithm.group_size > 1,
         "offload": trainer.offload,
+        "shard-groups": trainer.shard_ranks is not None,
         "tensor": trainer.tensor_parallel > 1,
         "mixture": shape.experts is not None,
         "virtual": trainer.virtual_stages > 1,
@@ -217,7 +218,7 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
         ),
         *(("micro_batch", ALWAYS), ("recompute", ("none",)), ("offload", (False,))),
         *(("packing", ALWAYS), ("logits", (None, "eager", "fused"))),
-        ("reshard_after_forward", (True,)),
+        *(("reshard_after_forward", (True,)), ("shard_ranks", (None,))),
     ):
         yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)
     told = ("fsdp2",) if trainer.zero == 3 else None

@@ -387,7 +387,8 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     several context ranks, split by ZeRO stage: nothing (0), the optimizer (1), gradients too (2),
     weights too (3). With stage 3 they gather the float32 weights in `dtype` when they need them. So
     there is no 16-bit copy in addition to the optimizer's (PyTorch's FSDP), except DeepSpeed's.
-    Without `reshard_after_forward`, all weights of the stage are gathered at once. Experts that are sharded
+    Without `reshard_after_forward`, all weights of the stage are gathered at once. With `shard_ranks`
+    only so many ranks share a copy. Experts that are sharded
     over ranks have fewer copies to split over. The first stage also has the frozen vision tower.
 
     Raises:
@@ -398,14 +399,14 @@ def model_states(model: ModelShape, trainer: TrainerConfig, dtype: str) -> list[
     states = []
     for stage, (parameters, num_layers) in enumerate(zip(shards, layers, strict=True)):
         tower = 0.0 if stage else vision_bytes(model, dtype) / trainer.tensor_parallel
-        split = (parameters - experts) / trainer.copies + experts / trainer.expert_copies
+        split = (parameters - experts) / trainer.shards + experts / trainer.expert_copies
         copied = _copied_parameters(trainer, parameters, split, num_layers)
         has_one_copy = trainer.zero == 3 and trainer.sharding in KEEPS_ONE_COPY
         second_copy = BYTES[dtype] if has_one_copy else 0
         states.append(
             ModelState(
                 weights=copied * BYTES[dtype]
-                + (tower / trainer.copies if trainer.zero == 3 else tower),
+                + (tower / trainer.shards if trainer.zero == 3 else tower),
                 gradients=(split if trainer.zero >= 2 else parameters)
                 * BYTES[trainer.gradient_dtype],
                 optimizer=(split if trainer.zero else parameters)

@@ -238,6 +238,8 @@ class TrainingChoice:
     """Whether context ranks can share the tokens of each pass."""
     keeps_gathered = False
     """Whether it can keep weights gathered between forward and backward pass (`trainer.reshard_after_forward`)."""
+    shards_in_groups = False
+    """Whether groups of ranks can each have a copy of the weights (`trainer.shard_ranks`)."""
     offloads_optimizer = False
     """Whether its optimizer can wait in host memory between steps (`trainer.offload`)."""
     optimizers: tuple[str, ...] = ("adamw",)
@@ -283,6 +285,7 @@ class Fsdp2(TrainingChoice):
     splits_layers = True
     splits_tokens = True
     keeps_gathered = True
+    shards_in_groups = True
     offloads_optimizer = True
     always_has_ranks = True
     frees_memory = True

@@ -347,6 +347,7 @@ def _check_trainers(trainers: tuple[TrainerConfig, ...], pools: dict[str, PoolCo
 def _check_trainer(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfig) -> None:
     _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, pools)
     _check_expert_slices(pools, key, trainer)
+    _check_shard_ranks(key, trainer)
     ranks = trainer.copies * trainer.tensor_parallel
     if ranks % trainer.expert_parallel:
         raise RunError(
@@ -366,6 +367,27 @@ def _check_trainer(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfi
             f"got {trainer.virtual_stages}",
             (f"{key}.pipeline_parallel",),
         )
+
+
+def _check_shard_ranks(key: str, trainer: TrainerConfig) -> None:
+    """Refuse sharding groups that do not divide the ranks, or that have nothing to shard alike."""
+    ranks, name = trainer.shard_ranks, f"{key}.shard_ranks"
+    if ranks is None:
+        return
+    if trainer.copies % ranks:
+        text = (
+            f"{name} must divide data_parallel{' x context_parallel' if trainer.context_parallel > 1 else ''} = "
+            f"{trainer.copies}, got {ranks}"
+        )
+        others = (f"{key}.data_parallel", f"{key}.context_parallel")
+        raise RunError(name, ranks, OneOf(divisors(trainer.copies)), text, others)
+    for other, value, needed in (
+        ("zero", trainer.zero, 3),
+        ("expert_parallel", trainer.expert_parallel, 1),
+    ):
+        if value != needed:
+            text = f"{name}={ranks} needs {key}.{other} = {needed}, got {value}; set it, or remove {name}"
+            raise RunError(name, ranks, text=text, others=(f"{key}.{other}",))
 
 
 def _check_expert_slices(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfig) -> None:

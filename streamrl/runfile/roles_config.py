@@ -442,6 +442,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     for the backward pass; backend fsdp2 executes both. false: they stay in between, as in FSDP's
     SHARD_GRAD_OP: more memory and one gather less.
     """
+    shard_ranks: int | None = None
+    """With `zero = 3`, adjacent data-parallel and context ranks that shard one copy of the weights, a
+    divisor of their number. Each such group has a copy, and groups sum their gradients after every
+    pass: hybrid sharding (HSDP; verl's fsdp_size). Fewer ranks gather within a node, and need more
+    memory. Backend fsdp2 executes it. Absent: all ranks shard one copy.
+    """
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Simulated: format in which gradients of micro-batches add up, and are reduced over ranks.
     bfloat16: NeMo-RL's Megatron (grad_reduce_in_fp32 false).
@@ -538,6 +544,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         """The trainer, with the tokens of passes that only score as those of all passes."""
         most = self.max_tokens_per_scoring_pass
         return self if most is None else msgspec.structs.replace(self, max_tokens_per_pass=most)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which `zero` shards one copy of the non-expert weights, gradients or optimizer."""
+        return self.shard_ranks or self.copies
 
     @property
     def ranks_alike(self) -> int:

@@ -619,6 +619,13 @@ def _limits_of_passes(
         f"True {of_backend}, which gathers weights for each pass or never",
     )
     yield Limit(
+        f"{key}.shard_ranks",
+        trainer.shard_ranks,
+        trainer.shard_ranks in (None, trainer.copies) or backend.shards_in_groups,
+        f"absent {of_backend}, of which all ranks shard one copy of the weights",
+        f"--set {key}.backend=fsdp2 shards within groups of ranks",
+    )
+    yield Limit(
         f"{key}.gradient_dtype",
         trainer.gradient_dtype,
         trainer.gradient_dtype == "float32",

@@ -106,10 +106,21 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
         return self.gather_time() if self.trainer.reshard_after_forward else 0.0
 
     def scatter_time(self) -> float:
-        """Seconds in which ZeRO 2 and 3 reduce and scatter the gradients of a stage once, after every micro-batch."""
-        return (
-            self._data_time(self.gradient_width * self.trained) if self.trainer.zero >= 2 else 0.0
-        )
+        """Seconds in which ZeRO 2 and 3 reduce and scatter the gradients of a stage once, after every micro-batch.
+
+        Sharding groups then sum their shards (PyTorch's FSDP2 with a mesh of two dimensions).
+        """
+        if self.trainer.zero < 2:
+            return 0.0
+        num_bytes = self.gradient_width * self.trained
+        return self._data_time(num_bytes) + self._sum_over_groups_time(num_bytes)
+
+    def _sum_over_groups_time(self, num_bytes: float) -> float:
+        """Return the seconds of an all-reduce over sharding groups, `num_bytes` of each parameter of a shard."""
+        trainer, (dense, _) = self.trainer, self._fullest_stage
+        shards = trainer.shards
+        spacing = shards * trainer.tensor_parallel
+        return 2 * self.ring_time(num_bytes * dense / shards, trainer.copies // shards, spacing)
 
     def reduce_time(self) -> float:
         """Return the seconds in which a step reduces the remaining gradients over ranks and gathers new weights.
@@ -122,12 +133,12 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
         return self._data_time(width[self.trainer.zero] * self.trained)
 
     def _data_time(self, num_bytes: float) -> float:
-        """Return the seconds of a ring over all copies of each parameter on the fullest stage, `num_bytes` of each.
+        """Return the seconds of a ring over the shards of each parameter on the fullest stage, `num_bytes` of each.
 
         Experts that ranks share have fewer copies.
         """
         trainer, (dense, experts) = self.trainer, self._fullest_stage
-        dense_time = self.ring_time(num_bytes * dense, trainer.copies, trainer.tensor_parallel)
+        dense_time = self.ring_time(num_bytes * dense, trainer.shards, trainer.tensor_parallel)
         return dense_time + self.ring_time(
             num_bytes * experts, trainer.expert_copies, trainer.expert_ranks
         )
@@ -165,4 +176,6 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
         num_bytes = learning * (self.gradient_width + 2 * optimizer_bytes(self.trainer))
         achieved = self.gpu.memory_bandwidth * self.gpu.roofline.bandwidth_efficiency
         copies = self.trainer.copies if self.trainer.zero == 0 else 1
+        if self.trainer.zero == 3:
+            copies = self.trainer.copies // self.trainer.shards
         return num_bytes * copies / self.trainer.num_gpus / achieved
