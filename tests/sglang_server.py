@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed import Backend, PrefixStore
+from torch.distributed.distributed_c10d import _new_process_group_helper
+from torch.distributed.rendezvous import rendezvous
 
 from tests.tiny_model import reference
 
@@ -51,6 +55,9 @@ class SglangServer:
         self.num_sent = 0
         """Parts of streams that were sent."""
         self.is_paused = False
+        self.group_time = 10.0
+        """Seconds of each wait for the members of a group."""
+        self._groups: dict[str, Any] = {}
         self._weights = "default"
         self._model = reference(model)
         self._random = torch.Generator().manual_seed(0)
@@ -98,6 +105,13 @@ class SglangServer:
                 return 200, {"status": "ok"}
             case "/update_weights_from_disk":
                 return self._update(body)
+            case "/init_weights_update_group":
+                return self._join(body)
+            case "/update_weights_from_distributed":
+                return self._receive(body)
+            case "/destroy_weights_update_group":
+                del self._groups[body["group_name"]]
+                return 200, {"success": True, "message": ""}
             case "/generate":
                 *_, last = self.generate(body)
                 return 200, last
@@ -117,6 +131,28 @@ class SglangServer:
                     own[name].copy_(tensors.get_tensor(name))
         self._weights = body["weight_version"]
         return 200, {"success": True, "message": "Succeeded", "num_paused_requests": 0}
+
+    def _join(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """Join a group with torch's own functions, as SGLang does (srt/utils/common.py, init_custom_process_group)."""
+        address = f"tcp://{body['master_address']}:{body['master_port']}"
+        limit = timedelta(seconds=self.group_time)
+        name, rank, size = body["group_name"], body["rank_offset"], body["world_size"]
+        store, rank, size = next(rendezvous(address, rank, size, timeout=limit))
+        group, _ = _new_process_group_helper(
+            size, rank, [], Backend(body["backend"]), PrefixStore(name, store), name, timeout=limit
+        )
+        self._groups[name] = group
+        return 200, {"success": True, "message": "Succeeded"}
+
+    def _receive(self, body: dict[str, Any]) -> tuple[int, Any]:
+        assert self.is_paused and self.num_running == 0, "an update while requests run"
+        own, group = self._model.state_dict(), self._groups[body["group_name"]]
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast(tensor, 0).wait()
+            own[name].copy_(tensor)
+        self._weights = body.get("weight_version", self._weights)
+        return 200, {"success": True, "message": "Succeeded"}
 
     def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield an answer after each `stream_interval` tokens, the last one with the reason of the end."""

@@ -23,7 +23,7 @@ import torch
 from streamrl.engine.messages import ReplicaLost, WeightsLoaded
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.roles import Completion, Request, RoleLostError
-from streamrl.executor.rollout import sglang_engine
+from streamrl.executor.rollout import external_engine, sglang_engine
 from streamrl.executor.rollout.inference_engine import ReplicaSettings
 from streamrl.executor.rollout.replica_worker import ReplicaWorker
 from streamrl.executor.rollout.server_api import (
@@ -34,11 +34,13 @@ from streamrl.executor.rollout.server_api import (
     read_part,
 )
 from streamrl.executor.rollout.server_client import ServerClient
+from streamrl.executor.rollout.server_group import ServerGroup
 from streamrl.executor.rollout.vllm_settings import environment
 from streamrl.executor.sampling import Truncation
 from streamrl.executor.tokens import encode_ids, read_block
 from streamrl.executor.transfer.shared_memory import write_buckets
 from streamrl.record.run_directory import read_metrics
+from streamrl.runfile.roles_config import WeightsWay
 from tests.command_line import streamrl
 from tests.sglang_server import SglangServer
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
@@ -67,9 +69,16 @@ def server(model: Path) -> Iterator[SglangServer]:
 
 
 def worker(
-    server: SglangServer, *, key: str | None = None, timeout: float = PATIENCE, **changes: Any
+    server: SglangServer,
+    *,
+    key: str | None = None,
+    timeout: float = PATIENCE,
+    weights: WeightsWay = "disk",
+    **changes: Any,
 ) -> ReplicaWorker:
-    connection = ServerSettings(url=server.url, api="sglang", timeout=timeout, key=key)
+    connection = ServerSettings(
+        url=server.url, api="sglang", timeout=timeout, key=key, weights=weights
+    )
     limits = {"max_running": 4, "max_tokens": 200, "max_prompt_tokens": 16, "seed": 0}
     settings = {**limits, "model": str(server.model_path), "temperature": 1.0, **changes}
     return ReplicaWorker(ReplicaSettings(backend="external", server=connection, **settings))
@@ -108,6 +117,61 @@ async def parts_of(server: SglangServer, count: int) -> None:
     while server.num_sent < wanted:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.02)
+
+
+def test_a_server_takes_weights_over_a_group_without_files(
+    server: SglangServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_engine, "BUCKET_BYTES", 4096)
+    new = changed_weights(server.model_path)
+    server._model.load_state_dict(new)  # an earlier run has left other weights
+
+    async def go(replica: ReplicaWorker) -> None:
+        assert gap(reference(server.model_path), await replica.generate(ask(0))) < 1e-5
+        server.token_time = 0.005
+        during = asyncio.ensure_future(replica.generate(ask(1, max_tokens=60)))
+        await parts_of(server, 2)
+        await replica.load(write_buckets(new.items(), tmp_path, 1), drain=False)
+        done = await during
+        (_, _), (version, start) = done.versions
+        assert version == 1 and 0 < start < 60 == done.output.num_tokens
+        assert gap(reference(server.model_path, new), done, start) < 1e-5
+
+    serve(worker(server, weights="distributed"), go)
+    paths = [path for path, _ in server.requests]
+    assert "/update_weights_from_disk" not in paths and not server._groups
+    received = [
+        body for path, body in server.requests if path == "/update_weights_from_distributed"
+    ]
+    assert len(received) > 4 and sum(body["flush_cache"] for body in received) == 2
+
+
+@pytest.mark.parametrize("how", ["refuses", "dies", "is short of a rank"])
+def test_a_server_that_does_not_take_weights_ends_the_start_with_a_remedy(
+    server: SglangServer, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(replica: ReplicaWorker) -> None:
+        raise AssertionError("it started")
+
+    # what waits for a member ends at once after its patience, not before
+    monkeypatch.setattr(
+        external_engine,
+        "ServerGroup",
+        lambda name, ranks, time: ServerGroup(name, ranks + (how == "is short of a rank"), SHORT),
+    )
+    server.group_time = SHORT
+    message = "cannot join a group"
+    if how == "refuses":
+        answer = b'{"success": false, "message": "no such backend"}'
+        server.answers["/init_weights_update_group"] = answer
+        message = r"cannot join a group at 127\.0\.0\.1:\d+: no such backend; .*GLOO_SOCKET_IFNAME"
+    elif how == "dies":
+        server.answers["/update_weights_from_distributed"] = (
+            b'{"success": false, "message": "full"}'
+        )
+        message = "cannot load version 0: full"
+    with pytest.raises(RuntimeError, match=message):
+        serve(worker(server, weights="distributed"), nothing)
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])

@@ -46,6 +46,8 @@ OTHER_WAITS = {
     "profiling/peer_link.py:transfer": "the profiler ends both processes after LONGEST seconds",
     "record.py:_has_first_line": "it reads a file on this machine's disk",
     "rollout/child_guard.py:kill_registered": "the guard kills what it knows, and ends when its input is closed",
+    "rollout/external_engine.py:_together": "LOAD_TIME bounds the request, and the group's patience the other part",
+    "rollout/server_group.py:send": "the group's patience, which its constructor takes",
     "rollout/external_engine.py:_request": "a pause of this process; the server's health is looked at meanwhile",
     "rollout/replica.py:evaluate": "a load of this replica, which the watchdog bounds",
     "rollout/replica.py:_generate": "a load of this replica, which the watchdog bounds",

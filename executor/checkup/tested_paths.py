@@ -82,6 +82,7 @@ PATHS = (
     RunPath(ENGINES, "rollout.backend = vllm", "test-vllm", _ON_EVERY_ENGINE, ran_on=H200),
     RunPath(ENGINES, "rollout.backend = sglang", BY_HAND),
     RunPath(ENGINES, "rollout.backend = external", "test", "test_external.py::test_a_run_generates_on_external_servers_and_replaces_a_dead_one_by_a_spare"),
+    RunPath(ENGINES, "rollout.external.weights = distributed", "test", "test_external.py::test_a_server_takes_weights_over_a_group_without_files"),
     RunPath(ENGINES, "vLLM's V2 model runner", "test-vllm", "test_vllm.py::test_the_v2_model_runner_keeps_the_contract_of_a_replica"),
     RunPath(ENGINES, "rollout.tensor_parallel > 1", "test-vllm", "test_vllm.py::test_a_replica_takes_its_shards_of_every_version_and_nothing_outlives_it_where_it_is_killed"),
     RunPath(ENGINES, "rollout.others", NEVER),

@@ -88,6 +88,8 @@ class RoleConfigs:
             "certificate": external.certificate,
             "timeout": float(external.timeout),
             "directory": external.directory,
+            "weights": external.weights,
+            "num_ranks": self._run.rollout.gpus_per_replica,
         }
 
     def trainer(self, number: int, device: str) -> Config:

@@ -19,15 +19,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import reprlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import torch
+from safetensors import safe_open
 
 from streamrl.executor.roles import Manifest, RoleLostError
 from streamrl.executor.rollout.inference_engine import (
@@ -41,22 +45,28 @@ from streamrl.executor.rollout.inference_engine import (
 )
 from streamrl.executor.rollout.server_api import (
     AnswerError,
+    GroupToJoin,
     Part,
+    Post,
     RejectedError,
     ServerSettings,
+    TensorsToReceive,
     Wanted,
     make_api,
     read_part,
 )
 from streamrl.executor.rollout.server_client import ServerClient, ServerError
+from streamrl.executor.rollout.server_group import ServerGroup
 from streamrl.executor.rollout.torch_model import (
     check_vocabulary,
     empty_model,
     end_tokens,
+    named_as_in_files,
     read_pairs,
 )
 from streamrl.executor.rollout.weight_directory import weight_directory
 from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
+from streamrl.executor.transfer.shared_memory import BUCKET_BYTES, read_buckets
 
 T = TypeVar("T")
 BUSY = (429, 408, 500, 502, 503, 504)
@@ -138,6 +148,8 @@ class ExternalEngine:
         self._model: Any = None
         """The Hugging Face model without weights."""
         self._num_embeddings = 0
+        self._group: ServerGroup | None = None
+        """The group over which the server takes weights, if it takes them without files."""
 
     async def start(self, manifest: Manifest | None) -> None:
         """Wait for the server, check that it fits the run, and load the weights."""
@@ -146,8 +158,10 @@ class ExternalEngine:
         self._num_embeddings = self._model.get_input_embeddings().num_embeddings
         await self._wait()
         await self._check_model()
+        if self._server.weights == "distributed":
+            await self._join()
         if manifest is None:  # an earlier run may have left other weights
-            await self._load(self._settings.model, 0)
+            await self._load_initial()
         else:
             copy = await self.read_weights(manifest)
             await copy()
@@ -229,12 +243,19 @@ class ExternalEngine:
     async def read_weights(self, manifest: Manifest) -> Copy:
         """Check weights against the model, and write them where the server reads them; return the load."""
         await asyncio.to_thread(read_pairs, manifest, self._model)
+        if self._group is not None:
+
+            async def send() -> None:
+                pushed = named_as_in_files(self._settings.model, read_buckets(manifest))
+                await self._change(manifest.version, partial(self._send, pushed))
+
+            return send
         beside = self._server.directory or str(Path(manifest.buckets[0].path).parent)
 
         async def copy() -> None:
             with weight_directory(self._settings.model, manifest, Path(beside)) as write:
                 directory = await asyncio.to_thread(write)
-                await self._load(str(directory), manifest.version)
+                await self._change(manifest.version, partial(self._load, str(directory)))
 
         return copy
 
@@ -248,6 +269,9 @@ class ExternalEngine:
 
     async def stop(self) -> None:
         """End all runs; the server goes on."""
+        if self._group is not None:
+            with suppress(RuntimeError, httpx.HTTPError):
+                await self._client.post(self._api.leave(self._group.name), LOOK_TIME)
         await self._end(RuntimeError(STOPPED))
 
     async def time_passes(self) -> None:
@@ -306,8 +330,15 @@ class ExternalEngine:
         except httpx.HTTPError as error:
             raise RuntimeError(f"{self._client.url}{path}: {_named(error)}") from error
 
-    async def _load(self, directory: str, version: int) -> None:
-        """End every request, make the server load a directory, and send requests for the rest of each run."""
+    async def _load_initial(self) -> None:
+        """Give the server the weights of the model directory."""
+        if self._group is None:
+            await self._change(0, partial(self._load, self._settings.model))
+        else:
+            await self._change(0, partial(self._send, weights_of(Path(self._settings.model))))
+
+    async def _change(self, version: int, update: Callable[[], Awaitable[None]]) -> None:
+        """End every request, let `update` change the server's weights, and send requests for the rest of each run."""
         running = list(self._runs.items())
         for _, run in running:
             _cancel(run)
@@ -315,17 +346,91 @@ class ExternalEngine:
         self._num_loads += 1
         self._weights = f"v{version}.{self._num_loads}"
         try:
-            for post in self._api.update(directory, self._weights):
-                self._api.check_update(await self._client.post(post, LOAD_TIME))
-        except (ServerError, AnswerError, httpx.HTTPError) as error:
+            await update()
+        except (ServerError, AnswerError, httpx.HTTPError, ConnectionError) as error:
             missing = isinstance(error, ServerError) and error.status == httpx.codes.NOT_FOUND
             advice = f"; {self._api.how_to_start}" if missing else ""
-            reason = f"the server cannot load {directory}: {_named(error)}{advice}"
+            reason = f"the server cannot load version {version}: {_named(error)}{advice}"
             await self._end(RoleLostError(reason))  # it may have both old and new weights
             raise RuntimeError(reason) from error
         self._alive_at = time.monotonic()
         for name, run in running:
             run.task = asyncio.create_task(self._follow(name, run))
+
+    async def _load(self, directory: str) -> None:
+        """Make the server load a directory."""
+        for post in self._api.update(directory, self._weights):
+            await self._update(post)
+
+    async def _update(self, post: Post) -> None:
+        self._api.check_update(await self._client.post(post, LOAD_TIME))
+
+    async def _join(self) -> None:
+        """Make a group with the server, over which it takes weights.
+
+        Raises:
+            RuntimeError: the server cannot join.
+        """
+        name = f"streamrl-{os.getpid()}-{id(self):x}"  # a server keeps the groups of earlier runs
+        group = ServerGroup(name, self._server.num_ranks, self._server.timeout)
+        post = self._api.join(GroupToJoin(group.host, group.port, group.size, name))
+        try:
+            await self._together(self._update(post), group, group.join)
+        except (ServerError, AnswerError, httpx.HTTPError, ConnectionError) as error:
+            raise RuntimeError(
+                f"the server {self._client.url} cannot join a group at {group.host}:{group.port}: {_named(error)}; it "
+                "must reach this address (GLOO_SOCKET_IFNAME names the network), and rollout.tensor_parallel must be "
+                "its number of GPUs"
+            ) from error
+        self._group = group
+
+    async def _send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send weights over the group while the server generates nothing."""
+        assert self._group is not None, "the server has joined it"
+        group, (before, after) = self._group, self._api.around_update()
+        await self._update(before)
+        parts = iter(buckets_of(tensors, BUCKET_BYTES))
+        part = await asyncio.to_thread(next, parts, None)
+        while part is not None:
+            following = await asyncio.to_thread(next, parts, None)
+            wanted = TensorsToReceive(
+                [name for name, _ in part],
+                [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
+                [list(tensor.shape) for _, tensor in part],
+                following is None,
+            )
+            sent = [tensor for _, tensor in part]
+            post = self._api.receive(wanted, group.name, self._weights)
+            await self._together(self._update(post), group, partial(group.send, sent))
+            part = following
+        await self._update(after)
+
+    async def _together(
+        self, asked: Coroutine[Any, Any, None], group: ServerGroup, work: Callable[[], None]
+    ) -> None:
+        """Ask the server for something, and do this process's part of it; if one fails, end the other.
+
+        Raises:
+            ConnectionError: this process's part failed.
+        """
+        request = asyncio.ensure_future(asked)
+        own = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            done, _ = await asyncio.wait((request, own), return_when=asyncio.FIRST_EXCEPTION)
+            if request in done:
+                request.result()  # the server's reason, if both failed
+            await own
+            await request
+        except RuntimeError as error:
+            group.close()
+            request.cancel()
+            if isinstance(error, ServerError | AnswerError):
+                raise
+            raise ConnectionError(str(error).splitlines()[0]) from None
+        except BaseException:
+            group.close()
+            request.cancel()
+            raise
 
     async def _check_logprobs(self) -> None:
         """Raise an error if log-probabilities are not those of the distribution that is sampled from.
@@ -490,7 +595,40 @@ class ExternalEngine:
             run.on_end(error)
         if self._looking is not None and self._looking is not here:
             self._looking.cancel()
+        if self._group is not None:
+            self._group.close()
         await self._client.close()
+
+
+def weights_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights in the files of a Hugging Face directory, one at a time.
+
+    Raises:
+        ConnectionError: it has no safetensors files.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConnectionError(f"{directory} has no *.safetensors to send")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tensors.get_tensor(name)
+
+
+def buckets_of(
+    tensors: Iterable[tuple[str, torch.Tensor]], most: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield consecutive tensors in lists of at most `most` bytes; a larger tensor has a list of its own."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _cancel(run: _Run) -> None:

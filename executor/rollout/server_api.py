@@ -7,6 +7,7 @@ each with the log-probability under the distribution that was sampled from.
 |---|---|---|
 | generate | `/v1/completions` with `return_token_ids` | `/generate` with `input_ids` and `return_logprob` |
 | new weights | `/pause`, `/collective_rpc` (`reload_weights`), `/resume` | `/pause_generation`, `/update_weights_from_disk`, `/continue_generation` |
+| the same without files | its engines take them from GPUs, over vLLM's own communicator | `/init_weights_update_group`, `/update_weights_from_distributed` |
 | name of the weights | `/update_weight_version`, `cache_salt` of a request | `weight_version` of an update and of each answer |
 | abort | the client closes the connection | the client closes the connection |
 
@@ -27,6 +28,7 @@ import msgspec
 from streamrl.executor.sampling import Sampling
 from streamrl.runfile.backend_choice import ServerApiName, server_api_named
 from streamrl.runfile.choices import import_object
+from streamrl.runfile.roles_config import WeightsWay
 
 STREAM_INTERVAL = 8
 """Tokens in one part of a stream, if the server can choose. A part of one token each takes a client's whole core at
@@ -63,6 +65,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """File with the certificates to trust for https; None: those of the system."""
     directory: str | None = None
     """Directory for new weights, which the server sees too; None: beside the pushed weights."""
+    weights: WeightsWay = "disk"
+    """How new weights reach the server; see `rollout.external.weights`."""
+    num_ranks: int = 1
+    """Processes of the server that share the model."""
 
 
 class Post(NamedTuple):
@@ -73,6 +79,27 @@ class Post(NamedTuple):
     query: dict[str, str] | None = None
     may_be_missing: bool = False
     """Whether older versions of the server do not have it."""
+
+
+class GroupToJoin(NamedTuple):
+    """A process group of torch, whose rank 0 sends weights."""
+
+    host: str
+    port: int
+    size: int
+    """Ranks, with the one that sends."""
+    name: str
+
+
+class TensorsToReceive(NamedTuple):
+    """Tensors that are sent next over a group, in this order."""
+
+    names: list[str]
+    dtypes: list[str]
+    """Such as "bfloat16"."""
+    shapes: list[list[int]]
+    is_last: bool
+    """Whether the weights are complete with them."""
 
 
 class Part(NamedTuple):
@@ -149,6 +176,22 @@ class ServerApi(ABC):
     @abstractmethod
     def update(self, directory: str, weights: str) -> Sequence[Post]:
         """Return the requests that load a directory's weights under a name; none of our requests runs meanwhile."""
+
+    def join(self, group: GroupToJoin) -> Post:
+        """Return the request to join a group from which the server takes weights."""
+        raise NotImplementedError("it takes weights from files only")
+
+    def receive(self, tensors: TensorsToReceive, group: str, weights: str) -> Post:
+        """Return the request to receive tensors over a group, as part of the weights of a name."""
+        raise NotImplementedError("it takes weights from files only")
+
+    def around_update(self) -> tuple[Post, Post]:
+        """Return the requests before and after those of `receive`."""
+        raise NotImplementedError("it takes weights from files only")
+
+    def leave(self, group: str) -> Post:
+        """Return the request to leave a group."""
+        raise NotImplementedError("it takes weights from files only")
 
 
 def make_api(name: str) -> ServerApi:
@@ -349,11 +392,40 @@ class SglangApi(ServerApi):
     def update(self, directory: str, weights: str) -> Sequence[Post]:
         """Return the requests that pause, load and name the weights, and continue."""
         load = {"model_path": directory, "weight_version": weights, "flush_cache": True}
-        return (
-            Post("/pause_generation", {"mode": "abort"}),
-            Post("/update_weights_from_disk", load),
-            Post("/continue_generation", {}),
-        )
+        before, after = self.around_update()
+        return before, Post("/update_weights_from_disk", load), after
+
+    def around_update(self) -> tuple[Post, Post]:
+        """Return the requests that pause and continue."""
+        return Post("/pause_generation", {"mode": "abort"}), Post("/continue_generation", {})
+
+    def join(self, group: GroupToJoin) -> Post:
+        """Return the request to join a group behind its first rank."""
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": "gloo",
+        }
+        return Post("/init_weights_update_group", body)
+
+    def receive(self, tensors: TensorsToReceive, group: str, weights: str) -> Post:
+        """Return the request to receive tensors; the last one names the weights and empties the prefix cache."""
+        body = {
+            "names": tensors.names,
+            "dtypes": tensors.dtypes,
+            "shapes": tensors.shapes,
+            "group_name": group,
+            "flush_cache": tensors.is_last,
+            **({"weight_version": weights} if tensors.is_last else {}),
+        }
+        return Post("/update_weights_from_distributed", body)
+
+    def leave(self, group: str) -> Post:
+        """Return the request to leave a group."""
+        return Post("/destroy_weights_update_group", {"group_name": group})
 
     def check_update(self, answer: Any) -> None:
         """Check `success`, which the answer to an update has."""

@@ -155,6 +155,8 @@ class ServerApiChoice:
     """As `EngineChoice.sampling_keys`."""
     temperatures: tuple[float, float] | None = None
     """The lowest and the highest temperature that it samples at; None: any."""
+    joins_groups = False
+    """Whether it takes weights over a process group of torch (`rollout.external.weights`)."""
 
 
 class VllmServer(ServerApiChoice):
@@ -175,6 +177,7 @@ class SglangServer(ServerApiChoice):
 
     api = "streamrl.executor.rollout.server_api:SglangApi"
     sampling_keys = ("stop",)
+    joins_groups = True
 
 
 class External(EngineChoice):

@@ -284,6 +284,11 @@ def _check_servers(rollout: RolloutConfig) -> None:
         if url in external.endpoints[:place]:
             text = f"{here} must differ from the others, got {shown(url)} twice: each replica loads weights into its own server"
             raise RunError(here, url, str, text)
+    if external.weights == "distributed" and external.directory is not None:
+        text = f"{key}.directory is not used with {key}.weights 'distributed', got {shown(external.directory)}; remove it"
+        raise RunError(
+            f"{key}.directory", external.directory, text=text, others=(f"{key}.weights",)
+        )
     if external.key is not None and not is_secret(external.key):
         text = f'{key}.key must be an environment variable, such as "${{SERVER_API_KEY}}", so that no record contains it'
         raise RunError(f"{key}.key", "a literal key", str, text)

@@ -42,6 +42,7 @@ NARROW = tuple(name for name in get_args(WeightDtype) if name not in get_args(Wi
 
 OverSteps = Literal["min", "mean", "last"]
 RewardSignature = Literal["plain", "verl", "trl"]
+WeightsWay = Literal["disk", "distributed"]
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -162,6 +163,11 @@ class ExternalConfig(Section, frozen=True, kw_only=True):
     """For https: file with the certificates to trust, in place of the system's."""
     timeout: Duration = Duration(60.0)
     """A server that gives no sign of life for this long is lost, and so is its replica."""
+    weights: WeightsWay = "disk"
+    """How new weights reach the servers. disk: as a checkpoint in `directory`. distributed: over a
+    process group of torch (gloo) that each server joins; SGLang's update_weights_from_distributed.
+    It needs no shared directory, and `rollout.tensor_parallel` must be the GPUs of a server.
+    """
     directory: str | None = None
     """Directory for new weights, which the servers see under the same path. Where absent, they are in
     shared memory of this machine, so the servers must run here.

@@ -416,6 +416,12 @@ def limits_of_external(
         f"at most {num_servers}, the number of rollout.external.endpoints: each replica has a server of its own",
     )
     api, whose = server_api_named(external.api), f"rollout.external.api {external.api}"
+    yield Limit(
+        "rollout.external.weights",
+        external.weights,
+        external.weights == "disk" or api.joins_groups,
+        f"'disk' for {whose}, whose servers take other weights from GPUs only, over a communicator of their own",
+    )
     yield from _limits_of_temperature(rollout.temperature, api.temperatures, whose)
     able = [name for name in SERVER_APIS.own if server_api_named(name).sampling_keys]
     for key, whole in WHOLE_SAMPLING.items():
