@@ -289,8 +289,9 @@ class Fleet:
     def _see_if_up(self) -> None:
         """Record whether all initial replicas serve, except those that leave."""
         if not self.has_come_up and self.num_up:
-            awaited = (r for r in self.replicas.values() if not r.is_lent and r.leaves_at is None)
-            self.has_come_up = self.num_up == sum(1 for _ in awaited)
+            on_trainer = len(self.asleep) + len(self.lent)
+            awaited = len(self.replicas) - on_trainer - len(self.leaving)
+            self.has_come_up = self.num_up == awaited
 
     def excuse_loads(self) -> None:
         """Record that weights were lost with the trainer: a replica that starts or loads now may fail for want of them."""
