@@ -7,6 +7,7 @@ prepared with a cold start. The time of an action is that of the episode, up to 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -90,18 +91,22 @@ class Environments:
 
     def act(self, command: Act) -> None:
         """Start an environment, or let it answer a turn, or both."""
-        around = self._around
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
-        seconds, is_lost = 0.0, self._is_lost(self._num_acts)
+        self._around.handling.then(partial(self._act, command, self._num_acts))
+
+    def _act(self, command: Act, number: int) -> None:
+        if self._acting.get(command.rollout) != number:
+            return  # closed meanwhile
+        seconds, is_lost = 0.0, self._is_lost(number)
         if command.starts:
-            start = self._starts.begin(around.env.now, self._episode(command).start_time)
+            start = self._starts.begin(self._around.env.now, self._episode(command).start_time)
             seconds, is_lost = start.seconds, is_lost or start.is_lost
         if is_lost:
-            self._after(seconds, self._num_acts, Failed(command, LOST), command.rollout)
+            self._after(seconds, number, Failed(command, LOST), command.rollout)
             return
         action_time, event = self._answer(command)
-        self._after(seconds + action_time, self._num_acts, event, command.rollout)
+        self._after(seconds + action_time, number, event, command.rollout)
 
     def close(self, command: Close) -> None:
         """Close an environment. Its running action ends now."""

@@ -19,6 +19,7 @@ from streamrl.engine.messages import Event, Generate, Generated
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.handling import Handling
 from streamrl.sim.lone_batch import LoneBatch
 from streamrl.sim.replica import Replica
 from streamrl.sim.world_interface import Disruptions, SimRollout
@@ -70,7 +71,9 @@ class IdleReplica:
     ) -> Sequence[End]:
         """Return the same by simulating the replica's process."""
         env = _OneProcess()
-        alone = _Alone(self.run_file, self.costs, rollouts, env, Cores(env))
+        cores = Cores(env)
+        handling = Handling(env, cores.time_of("handling"), 0.0)
+        alone = _Alone(self.run_file, self.costs, rollouts, env, cores, handling)
         replica = Replica(alone, 0, 0, self.kind)
         for command in commands:
             replica.generate(command)
@@ -126,6 +129,7 @@ class _Alone:
     rollouts: Mapping[int, SimRollout]
     env: _OneProcess
     cores: Cores
+    handling: Handling
     disruptions: Disruptions = field(default_factory=Disruptions)
     ends: list[End] = field(default_factory=list)
 

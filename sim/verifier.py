@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -200,11 +201,6 @@ class Verifier:
     def __init__(self, around: WorldInterface) -> None:
         self._around = around
         self._rewards = SimRewards(around.run_file)
-        self._handling_time = around.costs.handling_time
-        self._core = around.cores.time_of("handling")
-        self._unhandled = simpy.Store(around.env)
-        if self._handling_time:
-            around.env.process(self._handle())
         self._time = around.run_file.verifier.time
         self._inbox = simpy.Store(around.env)
         self._queue = RewardQueue(around.env)
@@ -217,7 +213,7 @@ class Verifier:
         elif self._time:
             for _ in range(around.run_file.verifier.workers):
                 around.env.process(self._run())
-        self._takes_time = bool(self._models or self._handling_time or self._time)
+        self._takes_time = bool(self._models or around.handling.seconds or self._time)
 
     def verify(self, command: Verify) -> None:
         """Score a rollout after earlier ones; a verifier without a duration answers at once."""
@@ -229,21 +225,11 @@ class Verifier:
         if self._models:
             drawn = self._around.rollouts[command.rollout]
             self._lengths[command.rollout] = drawn.sequence_tokens
-        if self._handling_time:
-            self._unhandled.put(command)
-        else:
-            self._pass_on(command)
+        around.handling.then(partial(self._pass_on, command))
 
     def reward_models(self) -> list[RewardReplica]:
         """Return the replicas of a reward model, busy ones first."""
         return sorted(self._models, key=lambda model: not model.has_work)
-
-    def _handle(self) -> Generator[simpy.Event, Any, None]:
-        """Spend the CPU time of each rollout one after the other, because one process makes the decisions."""
-        while True:
-            command: Verify = yield self._unhandled.get()
-            yield self._core.work(self._handling_time)
-            self._pass_on(command)
 
     def _pass_on(self, command: Verify) -> None:
         if self._models:

@@ -75,6 +75,7 @@ from streamrl.sim.faults import (
     SimFaults,
     replacement_time,
 )
+from streamrl.sim.handling import Handling
 from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
 from streamrl.sim.trace import StepTrace
@@ -194,6 +195,7 @@ class SimWorld(World[Trace]):
         self.costs = costs
         self.env = simpy.Environment()
         self.cores = Cores(self.env, costs.sharing)
+        self.handling = Handling(self.env, self.cores.time_of("handling"), costs.handling_time)
         self.steps = trace.steps
         self._live_rollouts = LiveRollouts(run.num_trainers)
         self._stepping: dict[int, tuple[int, ...]] = {}

@@ -13,6 +13,7 @@ from streamrl.engine.messages import Event
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.handling import Handling
 from streamrl.workload.episodes import Episode
 from streamrl.workload.workload import Draw
 
@@ -38,6 +39,11 @@ class WorldInterface(Protocol):
     @property
     def costs(self) -> Costs:
         """Seconds, bytes and capacities of the run's hardware."""
+        ...
+
+    @property
+    def handling(self) -> Handling:
+        """The CPU time of rollouts and turns outside of the model."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.checkup import rehearsal
+from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.prefix_cache import PrefixCache
+from streamrl.sim.world import SimWorld
 from streamrl.workload.episodes import Episode, fitted_to_context
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import (
@@ -407,6 +411,17 @@ def test_a_start_that_takes_too_long_loses_the_environment() -> None:
     assert took and min(took) >= 3 - 1e-9
     opened = [end - start for start, end, command in acts(trace) if command.starts]
     assert len(opened) > len(took), "most starts succeed"
+
+
+def test_the_controller_handles_one_turn_after_the_other() -> None:
+    run = agentic({"policies.system": "stream-sync"}, action_time="0 s", start_time="0 s")
+    costs = replace_fields(Costs.load(run), handling_time=0.25)
+    trace = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run()
+    starts = [end for _, end, command in acts(trace) if command.starts][:4]
+    assert [b - a for a, b in pairwise(starts)] == pytest.approx([0.25] * 3)
+    ends = sorted([*(end for _, end, _ in acts(trace)), *(at for at, _ in events(trace, Verified))])
+    assert min(later - earlier for earlier, later in pairwise(ends)) > 0.25 - 1e-9
+    assert ends[-1] >= 0.25 * len(ends)
 
 
 def test_an_action_ends_at_its_time_limit() -> None:
