@@ -34,6 +34,7 @@ from streamrl.sim.planner.objective import (
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.trial import (
+    EPISODE_STEPS,
     SEARCH_STEPS,
     Trial,
     Unfinished,
@@ -321,9 +322,14 @@ class Race:
         candidates: Mapping[Key, Candidate],
         watch: Callable[[], None],
     ) -> dict[Key, Metrics | Unfinished]:
-        """Simulate plans for at most as many steps as the chosen one, and return those that started in time."""
+        """Simulate plans for at most as many steps as the chosen one, and return those that started in time.
+
+        Plans with episodes are simulated for `EPISODE_STEPS`, and compared over the steps that both have.
+        """
         run = self._limited[chosen]
         most = min(run.simulate.max_steps, len(self.steady[chosen][0].step_times))
+        if run.environment is not None:
+            most = min(most, EPISODE_STEPS)
         base = whole(replace(run, simulate=replace(run.simulate, max_steps=most)), run.seed)
         trials = [(key, Trial(base, candidate)) for key, candidate in candidates.items()]
         until = max(time.perf_counter(), self.search.deadline) + SETTLING * run.plan.time_limit
