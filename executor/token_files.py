@@ -63,6 +63,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     run_time: float
     """Seconds of the attempt so far; see `Completion`."""
     prefill_time: float
+    experts: bytes = b""
+    """Experts that routers chose for tokens of the context; see `expert_choices`. Empty if they are not recorded."""
 
     def encode(self, tokens: bytes) -> bytes:
         """Return the bytes of the head for a record with these tokens."""
@@ -155,6 +157,16 @@ def _split(data: bytes) -> Iterator[TokenRecord]:
         data = data[end + len(tokens) :]
 
 
+def read_choices(blocks: Iterable[TokenBlock]) -> list[bytes]:
+    """Return the expert choices in the files of blocks, as `Head.experts` has them; empty where there are none."""
+    return [
+        record.head.experts
+        for block in blocks
+        if block.path is not None
+        for record in read_records(block.path)
+    ]
+
+
 def merge(
     records: Iterable[TokenRecord], rollout: int, start: int, newest: int | None = None
 ) -> TokenRecord | None:
@@ -196,6 +208,7 @@ def merge(
         finish,
         last.run_time,
         last.prefill_time,
+        last.experts if end == len(ids) else b"",
     )
     return TokenRecord(head, ids[:end], logprobs[:end])
 

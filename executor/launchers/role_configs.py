@@ -67,6 +67,7 @@ class RoleConfigs:
             "memory_utilization": run.rollout.memory_utilization,
             "takes_turns": run.policies.shares_gpus or kind == self._run.rollout.num_kinds,
             "shares_prefixes": run.shares_prefixes,
+            "router_replay": run.algorithm.router_replay,
             "save_time": float(run.execute.save_tokens_every),
             **self._common(),
         }
@@ -121,6 +122,7 @@ class RoleConfigs:
             "gae_lambda": algorithm.gae_lambda,
             "max_tokens_per_pass": run.trainer.max_tokens_per_pass,
             "packing": run.trainer.packing,
+            "router_replay": algorithm.router_replay,
             "recompute": "none" if device == "cpu" else run.trainer.recompute,
             "logits_chunk": LOGITS_CHUNK if run.trainer.logits in ("chunked", "fused") else None,
             "seed": run.seed,

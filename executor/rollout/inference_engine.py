@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from streamrl.executor.expert_choices import Choices
 from streamrl.executor.roles import CacheState, Manifest
 from streamrl.executor.rollout.server_api import ServerSettings
 from streamrl.executor.sampling import WHOLE, IsOver, Sampling, Truncation
@@ -78,6 +79,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Rank of the LoRA adapters that the replica loads instead of whole weights; None: it loads whole weights."""
     adapters: str | None = None
     """Directory of the first adapters, in PEFT's format; None: adapters that change nothing."""
+    router_replay: bool = False
+    """Whether the experts that routers choose are recorded with the tokens."""
     save_time: float = 5.0
     """Seconds between two saves of running rollouts; see `execute.save_tokens_every`."""
     tokenizer: str | None = None
@@ -117,6 +120,9 @@ class RunningSequence:
     """Start of the first forward pass that computed part of the prefix."""
     token_times: list[float]
     """When each token arrived on the host."""
+    experts: Choices | None = None
+    """Chosen experts of the context's tokens, prompt included, but not of the last one, which was never computed.
+    None unless `ReplicaSettings.router_replay` is set and the engine knows them."""
 
 
 STOPPED = "the replica was stopped"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from streamrl.executor.expert_choices import encode_choices, end_of
 from streamrl.executor.prompts import load_tokenizer
 from streamrl.executor.roles import (
     BroadcastRank,
@@ -47,6 +48,7 @@ from streamrl.executor.token_files import (
     add_record,
     completion_of,
     part_of,
+    read_choices,
     write_attempt,
 )
 from streamrl.executor.tokens import (
@@ -374,12 +376,20 @@ class ReplicaWorker(ReplicaRole):
             "aborted" if attempt.is_aborted else finish,
             ended_at - attempt.started_at if attempt.run is not None else 0.0,
             prefill_time,
+            self._experts(request, run),
         )
         output = write_attempt(head, run.tokens, run.logprobs, request.output_path)
         if attempt.num_saved and request.output_path is not None:
             Path(part_of(request.output_path)).unlink(missing_ok=True)
         text = None if attempt.is_aborted else self._text(attempt.prefix + run.tokens)
         return completion_of(head, output, text)
+
+    def _experts(self, request: Request, run: RunningSequence) -> bytes:
+        """Return the experts of tokens whose experts no earlier attempt has recorded."""
+        if not self.config.router_replay or run.experts is None or request.output_path is None:
+            return b""
+        first = end_of(read_choices(request.prefix))
+        return encode_choices(first, run.experts[first:])
 
     def _has_stopped(self, attempt: _Attempt, tokens: list[int]) -> bool:
         """Return whether an end token or a stop string ended a rollout."""

@@ -12,15 +12,17 @@ Figures of a row are numpy arrays on the host, and a pass changes those of all r
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from streamrl.executor.expert_choices import Choices
 from streamrl.executor.rollout.inference_engine import (
     PREFILL_TOKENS,
     ReplicaSettings,
@@ -29,6 +31,7 @@ from streamrl.executor.rollout.inference_engine import (
 from streamrl.executor.rollout.row_attention import PASS, Prefix, RowCache, RowPass
 from streamrl.executor.rollout.stopwatch import PassContent, PassLog
 from streamrl.executor.rollout.torch_model import cache_name, draw, next_logprobs
+from streamrl.executor.router_replay import Routers, routers_of
 from streamrl.executor.sampling import IsOver
 
 
@@ -50,6 +53,8 @@ class RowSequence:
     """Its row, from the first pass on."""
     weights: int = 0
     """Which weights have computed the start of its prefix; see `RowBatch.change_weights`."""
+    experts: list[Choices] = field(default_factory=list)
+    """Chosen experts of its cached tokens, pass by pass, if they are recorded."""
 
 
 class RowBatch:
@@ -60,6 +65,9 @@ class RowBatch:
         self._model = model
         self._settings = settings
         self._cache_name = cache_name(model)
+        self._routers = None
+        if settings.router_replay:
+            self._routers = routers_of(model) or Routers(model)
         self._ends = np.fromiter(end_tokens, np.int64)
         self._random = torch.Generator(settings.device).manual_seed(settings.seed)
         self._cache = RowCache(rows, settings.max_length)
@@ -133,6 +141,8 @@ class RowBatch:
             for sequence, each in filled
         ]
         logits = self._forward(plan, np.concatenate(given))
+        if self._routers is not None:
+            self._record(self._routers.take().to(torch.int16).cpu().numpy(), filled)
         self._lengths[:count] += 1
         self._begin_decoding(filled)
         if not self._decoding:
@@ -160,6 +170,9 @@ class RowBatch:
                 if owner is not None:
                     begun.remove(sequence.prefix)
                     sequence.num_computed = len(sequence.prefix) - 1
+                    if owner.experts:
+                        known = np.concatenate(owner.experts)
+                        sequence.experts = [known[: sequence.num_computed]]
                     self._cache.move_row(owner.row, sequence.row, sequence.num_computed)
             start = sequence.num_computed
             length = min(left, len(sequence.prefix) - start)
@@ -185,6 +198,14 @@ class RowBatch:
             self._cache.plan = None
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    def _record(self, choices: Choices, filled: list[tuple[RowSequence, Prefix]]) -> None:
+        """Keep the experts of a pass for each of its sequences."""
+        parts = [(sequence, 1) for sequence in self._decoding]
+        parts += [(sequence, part.length) for sequence, part in filled]
+        ends = itertools.accumulate(length for _, length in parts)
+        for (sequence, length), end in zip(parts, ends, strict=True):
+            sequence.experts.append(choices[end - length : end])
 
     def _begin_decoding(self, filled: list[tuple[RowSequence, Prefix]]) -> None:
         """Let sequences decode whose prefix a pass has completed; the logits of an incomplete one are not used."""
@@ -233,11 +254,13 @@ class RowBatch:
     def _output(self, row: int) -> RunningSequence:
         count = int(self._counts[row])
         times = list(self._times)[len(self._times) - count :]
+        sequence = self._decoding[row]
         return RunningSequence(
             self._tokens[row, :count].tolist(),
             self._logprobs[row, :count].tolist(),
-            self._decoding[row].prefill_at,
+            sequence.prefill_at,
             times,
+            np.concatenate(sequence.experts) if sequence.experts else None,
         )
 
     def _drop(self, rows: list[int]) -> None:

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from streamrl.executor.expert_choices import Choices
 from streamrl.executor.roles import CacheState, Manifest
 from streamrl.executor.rollout.child_guard import ChildGuard
 from streamrl.executor.rollout.inference_engine import (
@@ -112,13 +114,15 @@ class _Run:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
+    experts: Choices | None = None
+    """Chosen experts of its context; vLLM tells them when it ends."""
     starts: list[tuple[str, int]] = field(default_factory=list)
     """Names of the weights that sampled tokens, each with the number of tokens before."""
 
     @property
     def so_far(self) -> RunningSequence:
         made = list(self.tokens), list(self.logprobs), self.prefill_at, list(self.token_times)
-        return RunningSequence(*made)
+        return RunningSequence(*made, self.experts)
 
     def add(self, output: Any, came_at: float) -> bool:
         """Add the tokens of an output, and the start of its prefill if vLLM reports it.
@@ -134,6 +138,9 @@ class _Run:
             if self.is_over is not None and self.is_over(self.tokens):
                 is_over = True
                 break
+        experts = getattr(made, "routed_experts", None)
+        if experts is not None:
+            self.experts = np.asarray(experts, np.int16)
         if self.prefill_at is None and self.tokens:
             self.prefill_at = getattr(output.metrics, "scheduled_ts", 0.0) or None
         return is_over

@@ -148,11 +148,16 @@ ON_CPUS = {
 """Environment variables that vLLM reads when it is imported."""
 
 
+RECORDS_EXPERTS = "enable_return_routed_experts"
+"""Argument of vLLM's engine. It needs the V2 model runner and prefix caching (vllm/config/vllm.py of 0.32.0)."""
+
+
 def environment(settings: ReplicaSettings) -> dict[str, str]:
     """Return the environment variables to set in this process before vLLM's engine starts."""
+    replay = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if settings.router_replay else {}
     if settings.device != "cpu":
-        return ANYWHERE
-    variables = {**ANYWHERE, **ON_CPUS, "OMP_NUM_THREADS": str(settings.num_threads)}
+        return {**ANYWHERE, **replay}
+    variables = {**ANYWHERE, **ON_CPUS, **replay, "OMP_NUM_THREADS": str(settings.num_threads)}
     if settings.tensor_parallel == 1:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's process is its one worker
     return variables
@@ -179,9 +184,26 @@ def make_arguments(settings: ReplicaSettings, model: Any) -> Any:
         and settings.device != "cpu",  # vLLM rejects it on CPUs
         worker_extension_cls="streamrl.executor.rollout.vllm_worker.ReplicaExtension",
         enable_log_requests=False,
+        **_replay_arguments(AsyncEngineArgs, settings),
         **adapter_arguments(model, settings),
         **device_arguments(settings),
     )
+
+
+def _replay_arguments(arguments: type, settings: ReplicaSettings) -> dict[str, bool]:
+    """Return the argument that makes vLLM tell which experts its routers chose, if they are recorded.
+
+    Raises:
+        ValueError: this version of vLLM cannot.
+    """
+    if not settings.router_replay:
+        return {}
+    if not hasattr(arguments, RECORDS_EXPERTS):
+        raise ValueError(
+            f"algorithm.router_replay needs a vLLM with --{RECORDS_EXPERTS.replace('_', '-')}, such as 0.32; "
+            "set it to false, or rollout.backend to transformers"
+        )
+    return {RECORDS_EXPERTS: True}
 
 
 def device_arguments(settings: ReplicaSettings) -> dict[str, Any]:

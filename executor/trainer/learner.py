@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from streamrl.executor.checksums import write_checksums
 from streamrl.executor.libc import closed_afterwards
 from streamrl.executor.roles import Manifest, Sample
+from streamrl.executor.router_replay import Routers
 from streamrl.executor.trainer import losses
 from streamrl.executor.trainer.adapters import (
     adapters_of,
@@ -117,7 +118,7 @@ class Learner:
 
     def score(self, samples: list[Sample]) -> dict[str, float]:
         """Compute and store the scores that `train` needs; in a deterministic run the step computes them."""
-        sequences = self.ranks.agree(lambda: read_samples(samples))
+        sequences = self.ranks.agree(lambda: self._read_samples(samples))
         if not self.config.deterministic:
             self._score(sequences)
         computed = sum(s.num_trained for s in self._to_score(sequences))
@@ -132,6 +133,9 @@ class Learner:
                 for sequence, part in zip(some, parts, strict=True):
                     if sequence is not NOTHING:
                         self.scores.setdefault(sequence.rollout, {})[name] = part.clone()
+
+    def _read_samples(self, samples: list[Sample]) -> list[TokenSequence]:
+        return read_samples(samples, with_experts=self.config.router_replay)
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
         """Add samples to the batch and their gradient to the parameters; a deterministic run waits for the step."""
@@ -173,7 +177,7 @@ class Learner:
 
     def _read(self, samples: list[Sample]) -> list[TokenSequence]:
         """Read samples and check that they can be trained on."""
-        sequences = read_samples(samples)
+        sequences = self._read_samples(samples)
         if not self.config.deterministic:
             self._check_scored(sequences)
         return sequences
@@ -440,6 +444,8 @@ def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
         raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
     model = load_model(directory, config, ranks, learns=not has_adapters)
     recompute(model, config.recompute)
+    if config.router_replay:
+        Routers(model)
     if config.logits_chunk is not None:
         check_chunks(model)
     if config.adapter_rank is not None:

@@ -36,6 +36,8 @@ from transformers import AttentionInterface
 from transformers.utils import ModelOutput
 
 from streamrl.executor.attention import attend_packed
+from streamrl.executor.expert_choices import UNKNOWN
+from streamrl.executor.router_replay import routers_of
 from streamrl.executor.sampling import WHOLE, Truncation
 from streamrl.executor.tokens import Ids
 from streamrl.executor.trainer.context import ContextRanks, ContextShare, context_of
@@ -94,6 +96,8 @@ class PassInputs(NamedTuple):
     """The part of the pass that this rank computes; None if it computes all."""
     places: torch.Tensor
     """For each sampled token of the sequences, [n], its index among the computed ones of all context ranks."""
+    experts: torch.Tensor | None
+    """Recorded experts of each token of the pass, [tokens, layers, experts per token]; None if there are none."""
 
     def of_all(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of all sampled tokens of the sequences, [n, …], from those at `positions`."""
@@ -137,7 +141,23 @@ def inputs_of(
         fill_up(sampled, size).to(device),
         share,
         places,
+        _experts_of(sequences, starts, inputs["input_ids"].numel(), device),
     )
+
+
+def _experts_of(
+    sequences: list[TokenSequence], starts: list[int], num_tokens: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return the recorded experts of the sequences, at their places in a flattened pass of `num_tokens`."""
+    known = [
+        (s.experts, at) for s, at in zip(sequences, starts, strict=True) if s.experts is not None
+    ]
+    if not known:
+        return None
+    laid_out = np.full((num_tokens, *known[0][0].shape[1:]), UNKNOWN, np.int16)
+    for experts, start in known:
+        laid_out[start : start + len(experts)] = experts
+    return torch.from_numpy(laid_out).to(device)
 
 
 def fill_up(numbers: torch.Tensor, size: int) -> torch.Tensor:
@@ -311,9 +331,16 @@ def _logits_of(
     model: Any, head: torch.nn.Module, part: PassInputs, dtype: torch.dtype
 ) -> torch.Tensor:
     """Compute the outputs of layer `head` at the positions of a pass."""
+    _replay(model, part.experts)
     with _computed_in(dtype, model.device), _only_positions(head, part.positions):
         logits: torch.Tensor = model(**part.inputs, use_cache=False).logits
     return logits[0]
+
+
+def _replay(model: Any, experts: torch.Tensor | None) -> None:
+    """Set the experts of the next pass of a model whose routers were taken over."""
+    if (routers := routers_of(model)) is not None:
+        routers.replay(experts)
 
 
 def check_chunks(model: Any) -> None:
@@ -341,6 +368,7 @@ def _taken(
             return take(logits[:num], part.tokens[:num])
         return part.of_all(take(logits, part.tokens))
     whole = getattr(model, "module", model)  # DeepSpeed's engine wraps the model
+    _replay(model, part.experts)
     with _computed_in(dtype, model.device):
         states, kind = _last_states(model, whole.base_model, part.inputs, part.positions)
         of_chunk = partial(_taken_of_chunk, take, whole, kind)

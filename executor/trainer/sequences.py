@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.executor.expert_choices import Choices, merge_choices
 from streamrl.executor.roles import Sample
+from streamrl.executor.token_files import read_choices
 from streamrl.executor.tokens import (
     ID,
     LOGPROB,
@@ -39,6 +41,9 @@ class TokenSequence:
     """The other rollout of its pair, if it has one."""
     is_masked: bool = False
     """Whether it is left out of the loss and of its mean."""
+    experts: Choices | None = None
+    """Experts that the engine's routers chose for the tokens of prompt and output, except the last one; None: the
+    trainer's routers choose."""
 
     @property
     def length(self) -> int:
@@ -69,16 +74,16 @@ NOTHING = TokenSequence(
 """Dummy that a rank computes with zero gradient while other ranks still have passes to make with it."""
 
 
-def read_samples(samples: list[Sample]) -> list[TokenSequence]:
-    """Read the tokens of samples, from memory or from files.
+def read_samples(samples: list[Sample], *, with_experts: bool = False) -> list[TokenSequence]:
+    """Read the tokens of samples, from memory or from files, and with `with_experts` the recorded experts.
 
     Raises:
         ValueError: a sample cannot be trained on; the message has its rollout number.
     """
-    return [_read(sample) for sample in samples]
+    return [_read(sample, with_experts=with_experts) for sample in samples]
 
 
-def _read(sample: Sample) -> TokenSequence:
+def _read(sample: Sample, *, with_experts: bool) -> TokenSequence:
     where = f"rollout {sample.rollout}"
     tokens, logprobs = read_blocks(sample.output)
     if count_tokens(sample.segments) != len(tokens):
@@ -95,9 +100,13 @@ def _read(sample: Sample) -> TokenSequence:
     if not all(map(math.isfinite, (sample.advantage, *sample.turn_advantages))):
         found = sample.turn_advantages or sample.advantage
         raise ValueError(f"{where}: advantage must be finite, got {found}")
+    prompt = decode_ids(sample.prompt)
+    experts = None
+    if with_experts:
+        experts = merge_choices(read_choices(sample.output), len(prompt) + len(tokens) - 1)
     return TokenSequence(
         rollout=sample.rollout,
-        prompt=decode_ids(sample.prompt),
+        prompt=prompt,
         tokens=tokens,
         logprobs=logprobs,
         is_policy=is_policy,
@@ -105,6 +114,7 @@ def _read(sample: Sample) -> TokenSequence:
         token_advantages=_token_advantages(sample) if sample.turn_advantages else None,
         partner=sample.partner,
         is_masked=sample.is_masked,
+        experts=experts,
     )
 
 

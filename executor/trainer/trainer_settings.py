@@ -85,6 +85,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one forward and backward pass, including padding; a longer rollout gets its own pass."""
     packing: Packing = "packed"
     """See the table of `streamrl.executor.trainer.passes`."""
+    router_replay: bool = False
+    """Whether the policy's routers take the experts that were recorded with the tokens."""
     recompute: Recompute = "none"
     """See the table of `streamrl.executor.trainer.model_loading`."""
     logits_chunk: int | None = None

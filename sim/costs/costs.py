@@ -43,6 +43,7 @@ from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.machine_profile import MachineCosts, MeasuredPrefill, MeasuredTraining
 from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards, reward_costs
+from streamrl.sim.costs.router_replay import check_replay, recording_time, token_bytes
 from streamrl.sim.costs.training.pipeline import SerialSchedule, TrainerSchedule
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.costs.weight_sync import SyncCosts
@@ -177,6 +178,8 @@ class Costs(TrainerCosts):
     """CPU seconds per rollout in the controller, verifier and replica server, on a host whose
     cores they share.
     """
+    recording_time: float = 0.0
+    """Seconds in which a replica copies the experts of a prefilled token to host memory; see `router_replay`."""
     generation_factor: float = 1.0
     """Divisor of the prefill seconds; the seconds in `decode` are already divided."""
     followers: tuple[SecondaryTrainerCosts, ...] = ()
@@ -217,7 +220,7 @@ class Costs(TrainerCosts):
         The new tokens of `num_rollouts` rollouts attend to `context_pairs` tokens in total.
         """
         seconds = self.prefill.time(num_tokens, context_pairs, num_running, num_rollouts)
-        return seconds / self.generation_factor
+        return (seconds + num_tokens * self.recording_time) / self.generation_factor
 
     def of_kind(self, kind: int) -> Costs:
         """Return the costs of a kind of replica; kind 0 is the first one in the run file."""
@@ -317,8 +320,24 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
         costs = _with_machine(costs, MachineCosts.load(resolved, Path(run.costs.profile)))
     if rewards is not None and rewards.provenance is not None:
         costs = _with_source(costs, "verify", rewards.provenance)
+    if run.algorithm.router_replay:
+        costs = _with_replay(costs, resolved)
     costs = _with_factors(costs, run.costs, Corrections.of(resolved))
     return _with_framework(costs, framework_sources(resolved))
+
+
+def _with_replay(costs: Costs, resolved: ResolvedRun) -> Costs:
+    """Add the seconds in which replicas copy the experts of each token to host memory."""
+    seconds, size = recording_time(resolved), token_bytes(resolved.model)
+    base = [each + number * seconds for number, each in enumerate(costs.decode.base)]
+    decode = replace(costs.decode, base=base)
+    told = f"algorithm.router_replay: {size:,} bytes a token over the host links, not measured"
+    costs = replace(costs, decode=decode, recording_time=seconds)
+    for name in ("decode", "prefill", "train"):
+        source = costs.provenance[name]
+        source = msgspec.structs.replace(source, sources=(*source.sources, told))
+        costs = _with_source(costs, name, source)
+    return costs
 
 
 def partition_of(resolved: ResolvedRun) -> tuple[str, ...]:
@@ -378,6 +397,7 @@ def _check(resolved: ResolvedRun) -> None:
     run = resolved.run
     _check_backend(run.rollout.backend)
     check_profiles(run)
+    check_replay(resolved)
     check_precision(resolved)
     check_memory(resolved)
     check_host_memory(resolved.trainer)

@@ -312,7 +312,7 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[PlannedValue]:
     for name, plain in (
         *(("learning_rate", ALWAYS), ("gae_lambda", (1.0,)), ("clip", ALWAYS)),
         *(("clip_high", (None,)), ("max_grad_norm", (1.0,)), ("dynamic_sampling", (False,))),
-        *(("old_log_probs", ("trainer",)), ("loss_mean", ("token",))),
+        *(("old_log_probs", ("trainer",)), ("loss_mean", ("token",)), ("router_replay", (False,))),
     ):
         yield PlannedValue(name, f"algorithm.{name}", getattr(algorithm, name), plain)
     above = algorithm.clip if algorithm.clip_high is None else algorithm.clip_high

@@ -131,6 +131,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     episode, for all its turns. turn: the rewards from this turn on, compared with the same turn of
     the group's other episodes.
     """
+    router_replay: bool = False
+    """Mixtures of experts: whether the trainer takes the experts that the routers of the inference engine
+    chose for each token (arXiv 2510.11370). It narrows the gap between the log-probabilities of both.
+    """
     max_grad_norm: float = 1.0
     """Norm to which longer gradients are scaled down."""
     beta: float = 0.1

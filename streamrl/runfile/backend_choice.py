@@ -92,6 +92,10 @@ class EngineChoice:
     """Whether its attention computes a learned sink of each head."""
     head_dims_on_cpu: tuple[int, ...] = ()
     """Sizes of attention heads that it computes on CPUs; any where empty."""
+    records_experts = False
+    """Whether it tells the experts that its routers chose for each token."""
+    caches_experts = False
+    """Whether it keeps them in its prefix cache, and so tells none without that."""
     reports_passes = True
     """Whether it times its forward passes, so that `streamrl profile` can measure it."""
     runs_elsewhere = False
@@ -111,6 +115,7 @@ class Transformers(EngineChoice):
     engine = "streamrl.executor.rollout.transformers_engine:TransformersEngine"
     admits = "reserves the longest output of max_running rollouts"
     computes_latent_attention = False
+    records_experts = True
     sampling_keys = ("top_p", "top_k", "min_p", "stop")
 
 
@@ -140,6 +145,8 @@ class Vllm(EngineChoice):
     splits_model = True
     reserves_memory = True
     computes_sinks = True
+    records_experts = True
+    caches_experts = True
     sampling_keys = ("top_p", "top_k", "min_p", "stop", "seed_rollouts")
     head_dims_on_cpu = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
     """Of vLLM's kernels (0.32.0, v1/attention/backends/cpu_attn.py): with others its core dies of the first request."""

@@ -67,6 +67,8 @@ def check_back_ends(run: Run) -> None:
     check_replicas(rollout, model, execute.device, pools)
     _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
     _refuse(_limits_of_attention(model, kinds, run.trainers))
+    if run.algorithm.router_replay:
+        _refuse(_limits_of_replay(kinds, run.trainers))
     _refuse(_limits_of_rollouts(rollout, policies.promote, has_relays=has_relays))
     for number in range(run.num_trainers):
         check_back_end_of(run, number)
@@ -378,6 +380,38 @@ def _limits_of_attention(
     for number, trainer in enumerate(trainers):
         key, is_met = f"{trainer_key(number)}.packing", trainer.packing == "padded"
         yield Limit(key, trainer.packing, not shape.has_sinks or is_met, f"'padded' {sinks}")
+
+
+def _limits_of_replay(
+    kinds: Iterable[RolloutConfig], trainers: Iterable[TrainerConfig]
+) -> Iterator[Limit]:
+    """Yield the limits of `algorithm.router_replay`: an engine that tells experts, and ranks that see whole tokens."""
+    key, wanted = "algorithm.router_replay", "false for"
+    for own in kinds:
+        engine = engine_named(own.backend)
+        yield Limit(
+            key,
+            True,
+            engine.records_experts,
+            f"{wanted} backend {own.backend}, which does not tell the experts of its tokens",
+            "--set rollout.backend=vllm or transformers records them",
+        )
+        is_cached = not engine.caches_experts or own.shares_prefixes is not False
+        yield Limit(
+            "rollout.shares_prefixes",
+            own.shares_prefixes,
+            is_cached,
+            f"true for {key} with backend {own.backend}, which keeps experts in its prefix cache",
+        )
+    for number, trainer in enumerate(trainers):
+        for degree in ("context_parallel", "tensor_parallel"):
+            value = getattr(trainer, degree)
+            yield Limit(
+                f"{trainer_key(number)}.{degree}",
+                value,
+                value == 1,
+                f"1 for {key}, whose experts belong to whole tokens of a rank",
+            )
 
 
 def limits_of_vllm(

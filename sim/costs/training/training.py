@@ -39,6 +39,7 @@ from streamrl.sim.costs.corrections import (
     own_step_time,
     own_transfer,
 )
+from streamrl.sim.costs.router_replay import replay_time
 from streamrl.sim.costs.training.layer import Layer
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
 from streamrl.sim.costs.training.profile import (
@@ -115,7 +116,9 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     epochs: int
     """Times that a batch is trained on."""
     transfer_times: tuple[float, float]
-    """Seconds in which the controller sends a rollout, padded to the longest: for a scoring pass, and for training."""
+    """Seconds in which a rollout, padded to the longest, is sent for a scoring pass, and for training: by the
+    controller, and the experts that it replays.
+    """
     fills_micro_batches: bool
     """Whether the rollouts of a whole batch go into as few micro-batches as possible."""
     provenance: Provenance
@@ -148,6 +151,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             stages.rollout_time(longest) / trainer.config.num_gpus * trainer.config.ranks_alike
         )
         sent_share = sent.trained * longest / (sent.trained * longest + own_time)
+        replayed = replay_time(resolved)
         return cls(
             stages=stages.at(score / times.middle, train / times.middle),
             num_scored=trainer.algorithm.num_scored,
@@ -158,7 +162,10 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             overhead_time=overhead.seconds,
             mini_batch=_mini_batch(run.framework.optimizer_steps, trainer.algorithm),
             epochs=run.framework.epochs,
-            transfer_times=(sent.scored * longest, sent.trained * longest),
+            transfer_times=(
+                (sent.scored + replayed) * longest,
+                (sent.trained + replayed) * longest,
+            ),
             fills_micro_batches=fills and choose_system(run.policies).streaming == "whole-batch",
             provenance=provenance.with_spread(times.spread).with_spread(sent.spread * sent_share),
             trainer=trainer.config,
