@@ -14,6 +14,7 @@ from streamrl.hardware.memory import model_state
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.frameworks import load_framework
+from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.costs.costs import ScaledSchedule
 from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
 from streamrl.sim.costs.training.pipeline import Pipeline, interleave
@@ -359,6 +360,16 @@ def test_ranks_of_a_model_share_what_a_controller_sends_unless_their_release_sen
     assert shared == pytest.approx(once)
     assert copied == pytest.approx([8 * each for each in once])
     assert nemo_rl("0.6", {"framework.transfer_time": "0 s"}).transfer_times == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("version", "is_told"), [("0.4", True), ("0.5", False)])
+def test_the_sources_of_a_run_tell_what_its_release_sends_and_offloads(
+    version: str, is_told: bool
+) -> None:
+    own = {**PASSES, "framework.name": "nemo-rl", "framework.version": version}
+    told = list(framework_sources(resolve(train_run(changes=own, data_parallel=4, **MEGATRON))))
+    assert any("8 copies of the batch" in source for source in told)
+    assert any(source.startswith("the optimizer is in host memory") for source in told) == is_told
 
 
 def test_a_release_that_offloads_the_optimizer_to_score_does_so_once_a_batch() -> None:

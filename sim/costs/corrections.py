@@ -146,7 +146,7 @@ def own_transfer(framework: FrameworkConfig, trainer: TrainerConfig) -> OwnTrans
     copies = trainer.ranks_alike * trainer.pipeline_parallel if sends_copies else 1
     times = sending.token_times(copies)
     source = (
-        f"{key} {times[1] * 1e9:.3g} ns for training, {copies} times the same batch, "
+        f"{key} {times[1] * 1e9:.3g} ns for training, {copies} {'copy' if copies == 1 else 'copies'} of the batch, "
         f"{FOLDER}/{known.name}.toml: {sending.source}"
     )
     return OwnTransfer(*times, sending.error.spread, source)
@@ -235,6 +235,9 @@ def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
     sent = own_transfer(run.framework, run.trainer)
     if sent.source is not None:
         yield sent.source
+    offload = None if run.policies.shares_gpus else optimizer_offload_bandwidth(run.framework)
+    if offload is not None and release is not None:
+        yield f"the optimizer is in host memory for log-probs, moved at {offload / 1e9:.3g} GB/s: {release.source}"
     if run.policies.shares_gpus:
         yield own_switch(run.framework, corrections.trains_on).source
 
