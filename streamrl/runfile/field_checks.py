@@ -406,6 +406,7 @@ OF_TRAINERS = {
     "efficiency": POSITIVE_SHARE,
     "start_time": SECONDS,
     "expert_tensor_parallel": Bounds(1),
+    "max_tokens_per_scoring_pass": Bounds(1),
     "shard_ranks": Bounds(1),
 }
 COUNTS = (
