@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from streamrl.runfile.bases import secret_of
 from streamrl.runfile.files import decode_run, encode_run, load_run, write_run
 
 BASE: dict[str, Any] = {
@@ -104,16 +105,52 @@ def test_texts_take_environment_variables(tmp_path: Path, monkeypatch: pytest.Mo
         load_run(tmp_path / "run.toml")
 
 
+EXTERNAL = {"endpoints": ["http://127.0.0.1:1"], "key": "${SERVER_API_KEY}"}
+
+
 def test_no_record_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_TOKEN", "s3cr3t")
-    endpoint = "http://me:${JUDGE_TOKEN}@127.0.0.1:1/v1"
-    judge = {"scorer": "judge", "endpoint": endpoint, "model": "m"}
-    run = load_run(write(tmp_path / "run.toml", {**BASE, "verifier": {"reward": [judge]}}))
-    assert run.verifier.rewards[0].endpoint == "http://me:s3cr3t@127.0.0.1:1/v1"
+    monkeypatch.setenv("SERVER_API_KEY", "s3cr3t")
+    table = {**BASE, "rollout": {**BASE["rollout"], "backend": "external", "external": EXTERNAL}}
+    run = load_run(write(tmp_path / "run.toml", table))
+    assert run.rollout.external is not None
     data = encode_run(run)
     write_run(run, tmp_path / "written.toml")
     for text in (data.decode(), (tmp_path / "written.toml").read_text()):
-        assert "s3cr3t" not in text and endpoint in text
+        assert "s3cr3t" not in text and "${SERVER_API_KEY}" in text
+    monkeypatch.setenv("SERVER_API_KEY", "other")
     assert decode_run(data) == run
-    monkeypatch.delenv("JUDGE_TOKEN")
-    assert decode_run(data).verifier.rewards[0].endpoint == endpoint
+    assert secret_of(run.rollout.external.key) == "other"
+    monkeypatch.delenv("SERVER_API_KEY")
+    assert decode_run(data) == run  # a record can be read where the variable is not set
+    with pytest.raises(ValueError, match=r"^rollout.external.key: .* SERVER_API_KEY is not set"):
+        secret_of(run.rollout.external.key)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "api_key", "AWS_ACCESS_KEY_ID", "WANDB_APIKEY"])
+def test_a_secret_that_records_would_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "s3cr3t")
+    for key in ("execute.output", "verifier.scorer", "workload.prompts"):
+        with pytest.raises(ValueError, match=rf"^{key}: .* {name} is named like a secret"):
+            load_run(write(tmp_path / "run.toml", BASE), {key: f"python:${{{name}}}/x.py:f"})
+
+
+def test_a_number_of_tokens_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "run.toml", BASE)
+    changes = {
+        "workload.lengths": {"kind": "stated", "source": "mean ${MEAN_TOKENS}, p95 3000, max 4096"}
+    }
+    runs = []
+    for value in ("900", "1600"):
+        monkeypatch.setenv("MEAN_TOKENS", value)
+        runs.append(encode_run(load_run(tmp_path / "run.toml", changes)))
+    assert runs[0] != runs[1] and b"mean 900" in runs[0]  # so a study sees the change
+
+
+def test_nothing_in_a_record_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_run(load_run(write(tmp_path / "run.toml", BASE)))
+    monkeypatch.setenv("FOREIGN", "value")
+    path = str(tmp_path / "models" / "a")
+    changed = data.replace(path.encode(), b"${FOREIGN}")
+    assert decode_run(changed).model.path == "${FOREIGN}"

@@ -31,6 +31,7 @@ from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.executor.verifier.scorers import make_scorer
 from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.runfile.backend_choice import engine_named
+from streamrl.runfile.bases import secret_of
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
@@ -172,7 +173,7 @@ def _find_servers(external: ExternalConfig) -> Iterator[Finding]:
             url=url,
             api=external.api,
             timeout=SERVER_TIME,
-            key=external.key,
+            key=secret_of(external.key),
             certificate=external.certificate,
         )
         fault = find_fault(settings, (api.health, api.models))

@@ -16,6 +16,7 @@ from streamrl.executor.sampling import Sampling, sampling_of
 from streamrl.hardware.model_shape import BYTES
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.algorithm_config import AlgorithmConfig
+from streamrl.runfile.bases import secret_of
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
@@ -85,7 +86,7 @@ class RoleConfigs:
         return {
             "url": url,
             "api": external.api,
-            "key": external.key,
+            "key": secret_of(external.key),
             "certificate": external.certificate,
             "timeout": float(external.timeout),
             "directory": external.directory,

@@ -3,15 +3,16 @@
 A base is another run file. Tables are merged key by key; other values, lists included, replace those of the base. A base
 may have a base. Relative paths start at the directory of the file that wrote them.
 
-`${NAME}` in a text is replaced by an environment variable. A variable whose name says that it is a secret
-(`SECRET_NAMES`) is written to records as `${NAME}`, and never with its value.
+`${NAME}` in a text is replaced by an environment variable when a run file is loaded. Records have the value, and nothing
+in a record is replaced. A secret (`SECRET_NAMES`) can stand only in `SECRET_KEY`. That text stays as it is written, also
+in records, and only who sends the secret looks up its value.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from streamrl.runfile.workload_config import HUB
 BASE = "base"
 """Key of a run file that names another one."""
 VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
-SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-"""Names of variables whose values no record has."""
-_as_written: dict[str, str] = {}
-"""Texts with secrets that this process has read, and how their files write them."""
+SECRET_NAMES = re.compile(
+    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE
+)
+"""Names of variables whose values no record has: one of their words, between underscores, says so."""
+SECRET_KEY = "rollout.external.key"
+"""The only key that takes a secret."""
 LISTED_PATHS = ("workload.source.*.prompts", "verifier.reward.*.scorer", "verifier.reward.*.model")
 """Keys of paths in lists, beside `PATH_KEYS`."""
 
@@ -124,58 +127,53 @@ def _path_in(key: str, value: str, place: Table) -> str | None:
 
 
 def with_variables(value: Any, key: str = "") -> Any:
-    """Return a table, list or value with environment variables in its texts.
-
-    Raises:
-        RunError: a variable is not set.
-    """
-    return _with_texts(value, expanded, key)
-
-
-def _with_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
-    """Return a table, list or value with each of its texts changed, given the text and its key."""
+    """Return a table, list or value with environment variables in its texts; see `expanded` for the errors."""
     if isinstance(value, dict):
         inner = ((name, each, join_key(key, name)) for name, each in value.items())
-        return {name: _with_texts(each, change, path) for name, each, path in inner}
+        return {name: with_variables(each, path) for name, each, path in inner}
     if isinstance(value, list):
-        return [_with_texts(each, change, join_key(key, at)) for at, each in enumerate(value)]
-    return change(value, key) if isinstance(value, str) else value
+        return [with_variables(each, join_key(key, at)) for at, each in enumerate(value)]
+    return expanded(value, key) if isinstance(value, str) else value
 
 
 def expanded(text: str, key: str) -> str:
-    """Return a text with the values of its environment variables; `RunError` where one is not set."""
+    """Return a text with the values of its environment variables; that of `SECRET_KEY` stays as it is.
+
+    Raises:
+        RunError: a variable is not set, or has a secret, which records would have.
+    """
     for name in VARIABLE.findall(text):
         if name not in os.environ:
+            raise RunError(key, text, text=_unset(key, name))
+        if key != SECRET_KEY and SECRET_NAMES.search(name):
+            what = f"{key}: the environment variable {name} is named like a secret, and records have what stands here"
             raise RunError(
-                key,
-                text,
-                text=f"{key}: the environment variable {name} is not set: export {name}=VALUE, or write the value there",
+                key, text, text=f"{what}: only {SECRET_KEY} takes secrets; rename it if it is none"
             )
-    return _expanded(text)
+    return text if key == SECRET_KEY else VARIABLE.sub(lambda each: os.environ[each[1]], text)
 
 
-def restored(value: Any) -> Any:
-    """Return what a record has, with the variables that are set here; others stay as they are written."""
-    return _with_texts(value, lambda text, _: _expanded(text))
+def is_variable(text: str) -> bool:
+    """Return whether a text is one environment variable, as `${NAME}`."""
+    return VARIABLE.fullmatch(text) is not None
 
 
-def _expanded(text: str) -> str:
-    found = VARIABLE.sub(lambda each: os.environ.get(each[1], each[0]), text)
-    if found != text and any(map(SECRET_NAMES.search, VARIABLE.findall(text))):
-        _as_written[found] = text
-    return found
+def secret_of(text: str | None) -> str | None:
+    """Return the value of the environment variable in `SECRET_KEY`, None without one.
+
+    Raises:
+        RunError: the variable is not set.
+    """
+    found = VARIABLE.fullmatch(text or "")
+    if found is None:
+        return None
+    if found[1] not in os.environ:
+        raise RunError(SECRET_KEY, text, text=_unset(SECRET_KEY, found[1]))
+    return os.environ[found[1]]
 
 
-def is_secret(text: str) -> bool:
-    """Return whether a text has the value of a secret variable, or names one, so that no record gets it."""
-    return text in _as_written or bool(VARIABLE.fullmatch(text) and SECRET_NAMES.search(text))
-
-
-def has_secrets() -> bool:
-    """Return whether this process has read any secret."""
-    return bool(_as_written)
-
-
-def without_secrets(value: Any) -> Any:
-    """Return a table, list or value in which texts with secrets are as their files write them."""
-    return _with_texts(value, lambda text, _: _as_written.get(text, text))
+def _unset(key: str, name: str) -> str:
+    what = f"{key}: the environment variable {name} is not set"
+    return f"{what}: export {name}=VALUE" + (
+        "" if key == SECRET_KEY else ", or write the value there"
+    )

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import engine_named
-from streamrl.runfile.bases import is_secret
+from streamrl.runfile.bases import is_variable
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
 from streamrl.runfile.environment_checks import check_credit, check_environment
@@ -289,7 +289,7 @@ def _check_servers(rollout: RolloutConfig) -> None:
         raise RunError(
             f"{key}.directory", external.directory, text=text, others=(f"{key}.weights",)
         )
-    if external.key is not None and not is_secret(external.key):
+    if external.key is not None and not is_variable(external.key):
         text = f'{key}.key must be an environment variable, such as "${{SERVER_API_KEY}}", so that no record contains it'
         raise RunError(f"{key}.key", "a literal key", str, text)
 

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import tomli_w
 
-from streamrl.runfile.bases import (
-    has_secrets,
-    read_merged,
-    restored,
-    with_variables,
-    without_secrets,
-)
+from streamrl.runfile.bases import read_merged, with_variables
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import OneOf, RunError, raise_all
@@ -83,7 +77,7 @@ def run_text(
     if run.execute.output == ExecuteConfig().output and OUTPUT not in stated:
         del paths[OUTPUT]  # a default that is not written stays
     run = with_paths(run, {key: os.path.relpath(each, path.parent) for key, each in paths.items()})
-    table = without_secrets(run_table(run, stated))
+    table = run_table(run, stated)
     head = "".join(f"# {note}\n" for note in notes)
     return f"{head}\n{tomli_w.dumps(table)}"
 
@@ -263,20 +257,14 @@ def decode_run(data: bytes) -> Run:
         ValueError: the data is not a run.
     """
     try:
-        if b"${" in data:
-            table = restored(msgspec.json.decode(data))
-            return msgspec.convert(table, Run, dec_hook=_restore_quantity)
         return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
     except (msgspec.MsgspecError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
 
 
 def encode_run(run: Run) -> bytes:
-    """Write a run as JSON, quantities in base units, and no values of secrets."""
-    data = msgspec.json.encode(run, enc_hook=float)
-    if not has_secrets():
-        return data
-    return msgspec.json.encode(without_secrets(msgspec.json.decode(data)))
+    """Write a run as JSON, quantities in base units."""
+    return msgspec.json.encode(run, enc_hook=float)
 
 
 def values_by_key(run: Run) -> dict[str, object]:

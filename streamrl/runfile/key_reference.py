@@ -408,8 +408,9 @@ are relative to the run file.
 A run file may build on another one: `base = "other.toml"`, above all tables. Tables are merged key by key. Other values,
 lists included, replace those of the base. A base may have a base. Paths are relative to the file that wrote them.
 
-`${NAME}` in a text is replaced by the environment variable NAME. If the name has KEY, TOKEN, SECRET, PASSWORD or
-CREDENTIAL in it, records of the run have `${NAME}` instead of the value.
+`${NAME}` in a text is replaced by the environment variable NAME when the run file is loaded, and records of the run have
+the value. A variable that has KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL as a word of its name (`SERVER_API_KEY`) is
+refused, except in `rollout.external.key`: there, records have `${NAME}`. Nothing in a record is replaced.
 
 For completion and checks in an editor, begin a run file with `#:schema FILE`, where `streamrl explain --schema > FILE`
 wrote FILE. The extensions Even Better TOML and Taplo read it.
