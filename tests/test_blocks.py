@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simpy import Store
 
 from streamrl.engine.messages import LoadWeights, PushWeights, WeightsLoaded, WeightsPushed
 from streamrl.engine.presets import SYSTEMS
@@ -267,6 +268,21 @@ def test_nothing_is_kept_of_replicas_that_were_lost(monkeypatch: pytest.MonkeyPa
     assert world.steps.num_failures > 120
     twice = [each for each in sizes.values() if len(each) == 3]
     assert not [each for each in twice if each[0] + 40 < each[1] < each[2] - 40]
+
+
+def test_cycles_of_trainers_that_were_lost_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.sim.world.COLLECTED_STEPS", 2)
+    monkeypatch.setattr("streamrl.sim.world.ALL_COLLECTED_STEPS", 50)
+    often = {"failures.per_gpu_day": 20_000.0, "algorithm.prompts_per_step": 2}
+    world = open_world(small_run({**STEPS, **FAILING, **often, "simulate.max_steps": 100}))
+    before = _num_inboxes()
+    world.run(is_enough=lambda: world.steps.num_made >= 100)
+    assert world.steps.num_failures > 80
+    assert _num_inboxes() - before < 20
+
+
+def _num_inboxes() -> int:
+    return sum(type(each) is Store for each in gc.get_objects())
 
 
 def _sizes(start: object) -> dict[int, int]:
