@@ -6,6 +6,7 @@ position.json is written last. It has the run's position in its prompts. Without
 
 from __future__ import annotations
 
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from streamrl.record.samples import SampledGroup
 
 KEPT_CHECKPOINTS = 2  # a crash may have damaged the newest one
 POSITION = "position.json"
+CHECKPOINT = re.compile(r"v[0-9]{6,}")
+"""Names of checkpoints."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -129,7 +132,7 @@ class Checkpoints:
         self._resumed_from = None if checkpoint is None else checkpoint.path
         damaged = []
         for path in self._all():
-            if checkpoint is not None and path.name <= checkpoint.path.name:
+            if checkpoint is not None and _version_of(path) <= checkpoint.version:
                 continue
             if not (path / POSITION).exists():
                 shutil.rmtree(path)  # never completed
@@ -160,8 +163,12 @@ class Checkpoints:
         return [_version_of(path) for path in reversed(self._complete())]
 
     def _all(self) -> list[Path]:
+        """Return all checkpoints, oldest first. Other files and directories there are the user's."""
         found = self._path.glob("v*")
-        return sorted(path for path in found if path.name[1:].isdecimal() and path.is_dir())
+        return sorted(
+            (path for path in found if CHECKPOINT.fullmatch(path.name) and path.is_dir()),
+            key=_version_of,
+        )
 
     def _complete(self) -> list[Path]:
         return [path for path in reversed(self._all()) if (path / POSITION).is_file()]

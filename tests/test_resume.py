@@ -258,6 +258,26 @@ DAMAGES = {
 }
 
 
+def test_what_a_user_keeps_beside_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    names = ["v000002.bak", "validation", "v1", "va"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    checkpoints = saved(tmp_path, 4, 6)
+    checkpoints.resume_from(checkpoints.newest())
+    assert checkpoints.versions() == [4, 6]
+    assert all((tmp_path / name).is_dir() for name in names)
+
+
+def test_the_newest_of_a_million_checkpoints_is_kept(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 999_998, 999_999, 1_000_000, 1_000_001)
+    assert checkpoints.versions() == [1_000_000, 1_000_001]
+    newest = checkpoints.newest()
+    assert newest is not None and newest.version == 1_000_001
+    checkpoints.resume_from(checkpoints.read(1_000_000))
+    assert checkpoints.versions() == [1_000_000]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(tmp_path: Path, damage: str) -> None:
     checkpoints = saved(tmp_path, 2, 4)
