@@ -273,6 +273,28 @@ def test_what_a_framework_has_no_option_for_stands_in_a_comment(name: ExportName
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_no_name_or_path_of_a_run_file_is_a_command_in_the_script(
+    name: ExportName, tmp_path: Path
+) -> None:
+    hostile = f'x\ntouch {tmp_path}/a\n#"$(touch {tmp_path}/b)`touch {tmp_path}/c`'
+    found = find_arguments(load_run(MAIN), name)
+    argument = found.arguments[0]._replace(value=hostile)
+    found = found._replace(arguments=[argument, *found.arguments[1:]], command="true")
+    untold = [each._replace(value=hostile) for each in found.untold]
+    script = launch_script(found._replace(notes=[hostile], untold=untold))
+    variables = dict.fromkeys(found.table.variables, "1")
+    subprocess.run(["bash"], input=script, text=True, check=True, env={"PATH": "/bin", **variables})
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["a\ntouch x", "a\tb", "a\u2028b"])
+def test_the_name_of_a_pool_has_one_line(name: str) -> None:
+    pools = {name: {"gpu": "h100", "nodes": 1, "gpus_per_node": 8}}
+    with pytest.raises(RunError, match=r"^cluster\.pools: a name has one line"):
+        small_run({"cluster": {"pools": pools}, "rollout.pool": name, "trainer.pool": name})
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_degree_of_a_back_end_has_an_option(name: ExportName) -> None:
     options = load_options(name).options
     for layout in load_framework(name).layouts:

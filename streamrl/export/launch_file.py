@@ -6,6 +6,7 @@ contradict each other by the framework's own rules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
@@ -29,8 +30,12 @@ from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.escaping import visible
 from streamrl.runfile.frameworks import Framework, Value, load_framework
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig
+
+SHELL = re.compile(r'[\\"$`]')
+"""Characters that act between the double quotes of a shell."""
 
 
 class Argument(NamedTuple):
@@ -184,7 +189,7 @@ def _lines(found: Launchable) -> Iterator[str]:
     yield "args=("
     for argument in found.arguments:
         for text in _words(argument, table):
-            yield f"  {text}  # {_origin(argument)}"
+            yield f"  {text}  # {_one_line(_origin(argument))}"
     yield ")"
     yield f'{found.command} "${{args[@]}}" "$@"'
     yield from _gaps(found)
@@ -195,11 +200,11 @@ def _words(argument: Argument, table: OptionTable) -> Iterator[str]:
     name, value = argument.option.name, argument.value
     if table.style == "assign":
         prefix = "++" if argument.option.adds else ""
-        yield f'"{prefix}{name}={_text(value)}"'
+        yield f'"{prefix}{name}={_in_quotes(value, table)}"'
     elif value is True:
         yield name
     elif value is not False:
-        yield f'{name} "{_text(value)}"'
+        yield f'{name} "{_in_quotes(value, table)}"'
 
 
 def _text(value: Value) -> str:
@@ -208,8 +213,21 @@ def _text(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _in_quotes(value: Value, table: OptionTable) -> str:
+    """Return a value between double quotes of a shell, which expands only the variables of the table."""
+    text = SHELL.sub(r"\\\g<0>", _text(value))
+    for name in table.variables:
+        text = text.replace(f"\\${{{name}}}", f"${{{name}}}")
+    return text
+
+
 def _told(value: Value | None) -> str:
-    return "absent" if value is None else _text(value)
+    return "absent" if value is None else _one_line(_text(value))
+
+
+def _one_line(text: str) -> str:
+    """Return a text for a comment, with its line breaks escaped."""
+    return visible(text).replace("\n", "\\n")
 
 
 def _origin(argument: Argument) -> str:
@@ -226,4 +244,4 @@ def _gaps(found: Launchable) -> Iterator[str]:
         yield "#   nothing"
     if found.notes:
         yield f"# What {name} does otherwise, or wants besides:"
-        yield from (f"#   {note}" for note in found.notes)
+        yield from (f"#   {_one_line(note)}" for note in found.notes)

@@ -206,6 +206,14 @@ def _check_links(links: list[LinkConfig]) -> None:
             raise RunError(key, link.between, None, text, (f"cluster.links.{first}.between",))
 
 
+def _check_lines(pools: dict[str, PoolConfig]) -> None:
+    """Refuse names with line breaks or tabulators, which would begin a line of their own in scripts and reports."""
+    for name in pools:
+        if any(letter.isspace() and letter != " " for letter in name):
+            text = f"cluster.pools: a name has one line and no tabulator, got {name!r}"
+            raise RunError("cluster.pools", name, str, text)
+
+
 def _check_sizes(pools: dict[str, PoolConfig]) -> None:
     for name, pool in pools.items():
         if pool.num_gpus > MOST_GPUS:
@@ -549,6 +557,7 @@ def divisors(number: int) -> list[int]:
 POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_names(claims_of(run.rollout.kinds, run.trainers, run.verifier), run.cluster),
     lambda run: _check_links(run.cluster.links),
+    lambda run: _check_lines(run.cluster.pools),
     lambda run: _check_sizes(run.cluster.pools),
     lambda run: _check_owned(run.cluster.pools),
     lambda run: _check_spot(
