@@ -22,6 +22,7 @@ from streamrl.runfile.keys import read_value
 from streamrl.runfile.reading import MOST_VALUES, UnreadableError, parse_json, read_bytes
 from streamrl.runfile.workload_config import SourceConfig
 from streamrl.workload.data_files import read_csv, read_rows
+from tests.command_line import streamrl
 
 ROOT = Path(__file__).parent.parent
 MANY = 50_000
@@ -131,6 +132,37 @@ def test_a_pipe_that_nobody_writes_to_is_given_up(
     assert time.monotonic() - began_at < 5
     with pytest.raises(UnreadableError, match="no data came from this pipe"):
         read_bytes(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+@pytest.mark.parametrize("name", ["run.json", "results.json"])
+def test_a_recorded_file_that_has_no_end_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    made = streamrl(
+        "simulate",
+        ROOT / "examples" / "h20-h800.toml",
+        "--set",
+        "simulate.max_steps=1",
+        "-o",
+        tmp_path / "o",
+    )
+    assert made.returncode == 0, made.stderr
+    path = tmp_path / "o" / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    done = streamrl("report", tmp_path / "o")
+    assert done.returncode == 2 and "no regular file" in done.stderr
+
+
+def test_a_circle_of_links_is_no_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "loop.toml"
+    path.symlink_to("loop.toml")
+    with pytest.raises(ValueError, match="cannot be read: Too many levels"):
+        load_run(path)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from streamrl.cli.output import echo
 from streamrl.cli.shared import RunDirectory
 from streamrl.runfile.field_checks import drop_unused
 from streamrl.runfile.files import (
-    decode_run,
     make_run,
+    read_recorded_run,
     read_table,
     run_table,
     secondary_trainer_section,
@@ -40,7 +40,7 @@ def attach(
     """
     from streamrl.executor.subscribers.attach_requests import Attach, ask, find_run
 
-    running = decode_run(find_run(run).read_bytes())
+    running = read_recorded_run(find_run(run))
     names = running.secondary_trainer_names
     follower = _read_secondary_trainer(trainer, run_table(running), names)
     echo(ask(run, Attach(secondary_trainer_section(follower))))

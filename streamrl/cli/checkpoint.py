@@ -14,7 +14,7 @@ from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_cons
 from streamrl.record.evaluation import read_evaluations
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.config import AdapterForm, CheckpointChoice, Run
-from streamrl.runfile.files import decode_run
+from streamrl.runfile.files import read_recorded_run
 from streamrl.runfile.workload_config import HUB
 
 checkpoint = typer.Typer(
@@ -94,7 +94,7 @@ def _run_in(directory: Path) -> Run:
     """
     if not (directory / RUN).is_file():
         raise ValueError(f"{directory} is no run directory (no {RUN}); name that of execute.output")
-    return decode_run((directory / RUN).read_bytes())
+    return read_recorded_run(directory / RUN)
 
 
 def step_of(text: str) -> CheckpointChoice | int:

@@ -16,7 +16,7 @@ from streamrl.record.run_comparison import Against
 from streamrl.record.run_directory import RUN
 from streamrl.report.diff_report import PlannedPair, changed_keys, diff_markdown, diff_report
 from streamrl.runfile.config import Run
-from streamrl.runfile.files import decode_run, load_run
+from streamrl.runfile.files import load_run, read_recorded_run
 from streamrl.sim.planner.plan import PLAN_TOML, read_taken
 from streamrl.sim.studies.comparable_runs import IncomparableError, check_same_work
 
@@ -102,7 +102,7 @@ def _scores_json(scores: FinalScores) -> dict[str, object]:
 
 def _load(path: Path) -> Run:
     if _is_executed(path):
-        return decode_run((path / RUN).read_bytes())
+        return read_recorded_run(path / RUN)
     return load_run(path / PLAN_TOML if path.is_dir() else path)
 
 

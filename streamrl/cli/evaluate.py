@@ -28,7 +28,7 @@ from streamrl.record.run_directory import RUN
 from streamrl.report.evaluation_table import evaluations_table, say_difference
 from streamrl.runfile.config import CheckpointsConfig, Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
-from streamrl.runfile.files import change_run, decode_run, load_run
+from streamrl.runfile.files import change_run, load_run, read_recorded_run
 from streamrl.runfile.result_files import write_files
 
 OF_A_MODEL: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _run_of(
     if (path / RUN).is_file():
         from streamrl.executor.checkpoint_export import choose_checkpoint
 
-        run = decode_run((path / RUN).read_bytes())
+        run = read_recorded_run(path / RUN)
         checkpoint = choose_checkpoint(path, step_of(step))
         version = checkpoint.version
         run = replace(run, model=replace(run.model, path=str(checkpoint.path)))

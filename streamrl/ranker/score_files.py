@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamrl.runfile.files import decode_run
+from streamrl.runfile.files import read_recorded_run
 from streamrl.workload.data_files import parse_number, read_csv, read_lines
 from streamrl.workload.prompt_records import family_of, read_sources
 
@@ -194,7 +194,7 @@ def read_known(source: Path, model: str | None = None) -> list[KnownPrompt]:
 def _of_run(directory: Path) -> Iterator[KnownPrompt]:
     """Yield the prompts of a finished run, in order of its data sets."""
     try:
-        run = decode_run((directory / "run.json").read_bytes())
+        run = read_recorded_run(directory / "run.json")
     except OSError as error:
         raise ValueError(f"{directory}: not the directory of an executed run: {error}") from None
     if not run.workload.sources:

@@ -26,6 +26,7 @@ import msgspec
 
 from streamrl.runfile.config import Run
 from streamrl.runfile.paths import paths_of, with_paths
+from streamrl.runfile.reading import read_regular
 from streamrl.runfile.result_files import RESULTS, ROLLOUTS_FILE, listed_run_id, write_files
 
 RUN, TRACE = "run.json", "trace.jsonl"
@@ -117,10 +118,8 @@ def _is_done(line: Counted, mark: RolledBack) -> bool:
 
 def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line]:
     """Return the lines that no later rollback removes, without a last line that a crash cut short."""
-    if path.exists() and not path.is_file():  # a pipe or a device may have no end
-        raise ValueError(f"{path} is no regular file; restore the file that the run wrote")
     try:
-        *lines, _ = path.read_bytes().split(b"\n")
+        *lines, _ = read_regular(path).split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     kept: list[tuple[Counted, Line]] = []

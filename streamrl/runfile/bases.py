@@ -48,7 +48,7 @@ def read_merged(path: Path) -> Table:
 
 
 def _read_merged(path: Path, above: tuple[Path, ...]) -> Table:
-    place = path.resolve()
+    place = Path(os.path.realpath(path))  # unlike `resolve`, it accepts a circle of links
     if place in above:
         circle = " -> ".join(each.name for each in (*above[above.index(place) :], place))
         raise RunError(BASE, path.name, text=f"base: run files build on each other: {circle}")

@@ -26,6 +26,7 @@ from streamrl.runfile.keys import join_trainers, place_of, split_trainers
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.python_values import Changes, apply_changes, plain_table
+from streamrl.runfile.reading import read_regular
 from streamrl.runfile.result_files import write_file
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.section import Section
@@ -260,6 +261,16 @@ def decode_run(data: bytes) -> Run:
         return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
     except (msgspec.MsgspecError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
+
+
+def read_recorded_run(path: Path) -> Run:
+    """Read a run from its file in a run directory.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a run, or no regular file.
+    """
+    return decode_run(read_regular(path))
 
 
 def encode_run(run: Run) -> bytes:

@@ -87,6 +87,18 @@ def read_bytes(path: Path | str, most: int = MOST_DATA) -> bytes:
     return data
 
 
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a file that a command of this package wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is a directory, a pipe or a device, which may have no end.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; restore the file that was written there")
+    return path.read_bytes()
+
+
 def _open(path: str, flags: int) -> int:
     """Open a file; an unused pipe would block here without O_NONBLOCK."""
     return os.open(path, flags | os.O_NONBLOCK)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.runfile.reading import read_regular
+
 RESULTS, ROLLOUTS_FILE = "results.json", "rollouts.jsonl"
 DIGEST_BYTES = 8  # enough to tell the files of all runs apart; not a protection against forgery
 EDITABLE = ".toml"
@@ -176,7 +178,7 @@ def _read_sets(directory: Path) -> list[ResultSet]:
     """
     path = directory / RESULTS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[ResultSet])
+        return msgspec.json.decode(read_regular(path), type=list[ResultSet])
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError, RecursionError) as error:

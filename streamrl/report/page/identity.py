@@ -10,6 +10,7 @@ from pathlib import Path
 
 from streamrl.report.page.sources import Sources
 from streamrl.runfile.files import encode_run
+from streamrl.runfile.reading import read_regular
 from streamrl.sim.planner.plan import PLAN_TOML
 
 HASH_DIGITS = 12
@@ -41,7 +42,7 @@ def streamrl_version() -> str:
 def _run_files(sources: Sources) -> Iterator[tuple[str, str]]:
     """Yield a name and the SHA-256 of each run file: plans first, then runs."""
     for made in sources.plans:
-        yield f"sha256 of {PLAN_TOML}", _hash((made.path.parent / PLAN_TOML).read_bytes())
+        yield f"sha256 of {PLAN_TOML}", _hash(read_regular(made.path.parent / PLAN_TOML))
     for run in sources.runs:
         yield "sha256 of the run file", _hash(_recorded(run.path.parent, encode_run(run.run)))
 
@@ -49,7 +50,7 @@ def _run_files(sources: Sources) -> Iterator[tuple[str, str]]:
 def _recorded(directory: Path, encoded: bytes) -> bytes:
     """Return the run file that an executed run keeps, or else the one in its trace."""
     kept = directory / "run.json"
-    return kept.read_bytes() if kept.exists() else encoded
+    return read_regular(kept) if kept.exists() else encoded
 
 
 def _hash(content: bytes) -> str:
