@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from streamrl.runfile.bases import secret_of
+from streamrl.runfile.bases import read_merged, secret_of
 from streamrl.runfile.files import decode_run, encode_run, load_run, write_run
 
 BASE: dict[str, Any] = {
@@ -66,6 +66,16 @@ def test_paths_belong_to_the_file_that_wrote_them(tmp_path: Path) -> None:
     first, second = (reward.scorer for reward in run.verifier.rewards)
     assert first == f"python:{tmp_path / 'shared' / 'rewards.py'}:score" and second == "exact"
     assert run.execute.output == str(tmp_path / "out")
+
+
+def test_tools_and_short_lengths_belong_to_the_file_that_wrote_them(tmp_path: Path) -> None:
+    environment = {"implementation": "tools", "tools": ["python:tools.py:add", "json:loads"]}
+    workload = {"prompts": "data/a.jsonl", "lengths": "data/lengths.csv"}
+    table = {**BASE, "environment": environment, "workload": workload}
+    write(tmp_path / "shared" / "base.toml", table)
+    found = read_merged(write(tmp_path / "top.toml", {}, "shared/base.toml"))
+    assert found["environment"]["tools"] == ["python:shared/tools.py:add", "json:loads"]
+    assert found["workload"]["lengths"]["source"] == "shared/data/lengths.csv"
 
 
 @pytest.mark.parametrize(

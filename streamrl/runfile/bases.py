@@ -18,7 +18,8 @@ from typing import Any
 
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.keys import join_key
-from streamrl.runfile.paths import IMPLEMENTATION, MODEL, PATH_KEYS, names_code
+from streamrl.runfile.length_words import lengths_in_full
+from streamrl.runfile.paths import IMPLEMENTATION, MODEL, PATH_KEYS, TOOLS, names_code
 from streamrl.runfile.reading import read_toml
 from streamrl.runfile.scorer_choice import SCORERS, file_of, with_file
 from streamrl.runfile.workload_config import HUB
@@ -32,7 +33,12 @@ SECRET_NAMES = re.compile(
 """Names of variables whose values no record has: one of their words, between underscores, says so."""
 SECRET_KEY = "rollout.external.key"
 """The only key that takes a secret."""
-LISTED_PATHS = ("workload.source.*.prompts", "verifier.reward.*.scorer", "verifier.reward.*.model")
+LISTED_PATHS = (
+    "workload.source.*.prompts",
+    "verifier.reward.*.scorer",
+    "verifier.reward.*.model",
+    f"{TOOLS}*",
+)
 """Keys of paths in lists, beside `PATH_KEYS`."""
 
 Table = dict[str, Any]
@@ -88,22 +94,25 @@ def _merged(below: Table, above: Table) -> Table:
 
 def _move_paths(table: Table, start: Path, other: Path) -> None:
     """Write the relative paths of a table from another directory."""
+    workload = table.get("workload")
+    if isinstance(workload, dict) and "lengths" in workload:
+        workload["lengths"] = lengths_in_full(workload["lengths"])  # may be a path in short
     for key in (*PATH_KEYS, "verifier.scorer", f"environment{IMPLEMENTATION}", *LISTED_PATHS):
         for place, name in _places(table, key.split(".")):
-            value = place[name]
-            if isinstance(value, str) and (path := _path_in(f".{name}", value, place)) is not None:
+            value, full = place[name], key.replace("*", "0")
+            if isinstance(value, str) and (path := _path_in(full, value, place)) is not None:
                 path = expanded(path, key)
                 if not Path(path).is_absolute():
                     moved = os.path.relpath(start / path, other)
-                    place[name] = with_file(value, moved) if names_code(f".{name}") else moved
+                    place[name] = with_file(value, moved) if names_code(full) else moved
 
 
-def _places(table: Any, names: list[str]) -> Iterator[tuple[Table, str]]:
-    """Yield the tables that have a dotted key, each with its last name; `*` stands for every entry of a list."""
+def _places(table: Any, names: list[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield the tables or lists that have a dotted key, each with its last name; `*` is every entry of a list."""
     name, *rest = names
     if name == "*":
-        for each in table if isinstance(table, list) else ():
-            yield from _places(each, rest)
+        for at, each in enumerate(table if isinstance(table, list) else ()):
+            yield from _places(each, rest) if rest else [(table, at)]
     elif isinstance(table, dict) and name in table:
         if rest:
             yield from _places(table[name], rest)
@@ -111,16 +120,16 @@ def _places(table: Any, names: list[str]) -> Iterator[tuple[Table, str]]:
             yield table, name
 
 
-def _path_in(key: str, value: str, place: Table) -> str | None:
+def _path_in(key: str, value: str, place: Any) -> str | None:
     """Return the path in a value, None where it has none."""
     if names_code(key):
         return file_of(value)
     if key.endswith((".prompts", MODEL)) and value.startswith(HUB):
         return None
-    if key == MODEL:
+    if key.endswith(MODEL):
         choice = SCORERS.get(place.get("scorer", ""))
         return value if choice is not None and choice.has_model else None
-    if key == ".source":  # a profile's name, or figures
+    if key.endswith(".source"):  # a profile's name, or figures
         is_path = place.get("kind") != "stated" and ("/" in value or "." in value)
         return value if is_path else None
     return value
