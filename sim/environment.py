@@ -18,6 +18,7 @@ import simpy
 
 from streamrl.engine.messages import Act, Close, Event, Failed, Observed
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.sim.handling import ACTION_SHARE
 from streamrl.sim.world_interface import WorldInterface
 from streamrl.workload.episodes import Episode, start_time_of
 
@@ -93,7 +94,8 @@ class Environments:
         """Start an environment, or let it answer a turn, or both."""
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
-        self._around.handling.then(partial(self._act, command, self._num_acts))
+        act = partial(self._act, command, self._num_acts)
+        self._around.handling.then(act, ACTION_SHARE)
 
     def _act(self, command: Act, number: int) -> None:
         if self._acting.get(command.rollout) != number:
