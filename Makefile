@@ -51,6 +51,7 @@
 #   make bench-offers       the planner's choice against longer searches of 29 offers; hours
 #   make bench-sensitivity  what-ifs of plans against longer simulations; five minutes
 #   make bench-agents       small agents in environments, scored on held-out prompts; an hour
+#   make bench-episodes     three multi-turn runs on this machine, executed and simulated; half an hour
 #   make bench-ranker       the gain of a ranker that learns, executed and simulated; a quarter of an hour
 #   make bench-drift        how soon drift of a ranker is detected, and false alarms; five minutes
 #   make bench-subscribers  the cost of secondary trainers, and whether they learn; half an hour
@@ -91,7 +92,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-fidelity bench-first-answer bench-handover bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-episodes bench-fidelity bench-first-answer bench-handover bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -256,6 +257,9 @@ bench-reality: $(READY)
 
 bench-agents: $(ENVIRONMENTS)/.ready
 	$(ENVIRONMENTS)/bin/python -m benchmarks.bench_agents --page docs/agentic.md
+
+bench-episodes: $(READY)
+	$(BIN)/python -m benchmarks.bench_episodes --page docs/agentic.md
 
 bench-ranker: $(READY)
 	$(BIN)/python -m benchmarks.bench_ranker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -83,9 +84,9 @@ def as_recorded(
     return measure(simulate(with_profile(run, profile, pace)), counted)
 
 
-def pace_of(data: Path, model: str, profile: Path) -> float:
+def pace_of(data: Path, model: str, profile: Path, limits: Limits = LIMITS) -> float:
     """Return the current slowdown of the machine relative to a model's profile."""
-    return measure_pace(data / model / "model", read_measured(profile), LIMITS)
+    return measure_pace(data / model / "model", read_measured(profile), limits)
 
 
 def started_at(trace: Trace) -> float:
@@ -109,16 +110,27 @@ def with_profile(run: Run, path: Path, pace: float = 1.0) -> Run:
     return found
 
 
-def profile(data: Path, model: str, path: Path, *, is_quick: bool) -> Path:
-    """Profile a model within the limits of all cells."""
+def profile(
+    data: Path,
+    model: str,
+    path: Path,
+    *,
+    is_quick: bool,
+    limits: Limits = LIMITS,
+    repeats: int | None = None,
+) -> Path:
+    """Profile a model within limits, by default those of all cells; `repeats` replaces the number of rounds."""
     setup = make_setup(
         data / model / "model",
         gpu="cpu",
         dtype="float32",
         threads=1,
-        limits=LIMITS,
+        limits=limits,
         is_quick=is_quick,
     )
+    if repeats is not None:
+        plan = dataclasses.replace(setup.plan, repeats=repeats)
+        setup = msgspec.structs.replace(setup, plan=plan)
     write_measured(profile_model(setup, "cpu", lambda what: None), path)
     return path
 
