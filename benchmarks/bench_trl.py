@@ -450,7 +450,8 @@ def last_checkpoint(run: Path) -> Path:
 
 def _words(changes: Mapping[str, Any]) -> list[str]:
     """Return changes of a run file as options of a command."""
-    return [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    texts = {k: str(v).lower() if isinstance(v, bool) else v for k, v in changes.items()}
+    return [word for key, text in texts.items() for word in ("--set", f"{key}={text}")]
 
 
 def show(figures: list[Figure], console: Console, as_json: bool) -> None:
