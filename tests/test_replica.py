@@ -303,6 +303,23 @@ def test_a_rollout_after_a_load_shares_no_prefix_of_the_old_weights(
     serve(model_path, "transformers", scenario)
 
 
+def test_generation_goes_on_after_a_pause_that_was_cancelled(model_path: Path) -> None:
+    async def scenario(replica: ReplicaWorker) -> None:
+        async def pause() -> None:
+            async with replica._engine.paused():
+                pass
+
+        running = asyncio.create_task(replica.generate(request(0, 100)))
+        await replica.generate(request(9, 3))
+        pausing = asyncio.create_task(pause())
+        await asyncio.sleep(0)
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
+        assert len(tokens_of(await running)) == 100
+
+    serve(model_path, "transformers", scenario)
+
+
 def corrupt(manifest: Manifest) -> Manifest:
     path = Path(manifest.buckets[-1].path)
     content = bytearray(path.read_bytes())

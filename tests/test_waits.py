@@ -54,7 +54,7 @@ OTHER_WAITS = {
     "rollout/replica.py:take_back": "its rollouts, which were aborted; the watchdog bounds both",
     "rollout/replica_worker.py:_idle_now": f"rollouts of this replica end; {CALLED}",
     "rollout/transformers_engine.py:_begin_pass": "a daemon thread; the next request may come at any time",
-    "rollout/transformers_engine.py:_pause": f"the current pass; {CALLED}",
+    "rollout/transformers_engine.py:_wait_for_pass": f"the current pass; {CALLED}",
     "subscribers/listener.py:_accept": "the next reader may come at any time; the run cancels it at its end",
     "subscribers/membership.py:_join": "it waits for nothing: it adds a trainer to the buffer",
     "subscribers/membership.py:detach": "the trainer saves and ends, both of which the watchdog bounds",

@@ -142,8 +142,10 @@ class TransformersEngine:
         order. Raises `RuntimeError` if generation is not running.
         """
         self._check_alive()
-        await asyncio.to_thread(self._pause)
+        with self._state:
+            self._num_pauses += 1
         try:
+            await asyncio.to_thread(self._wait_for_pass)
             self._check_alive()
             self._add_submitted()
             yield
@@ -222,11 +224,10 @@ class TransformersEngine:
         with self._state:
             self._state.notify_all()
 
-    def _pause(self) -> None:
-        """Wait until no pass runs, and let none begin."""
+    def _wait_for_pass(self) -> None:
+        """Wait until no pass runs, or no pause is wanted any more because its task was cancelled."""
         with self._state:
-            self._num_pauses += 1
-            while self._in_pass:
+            while self._in_pass and self._num_pauses:
                 self._state.wait()
 
     def _generate(self) -> None:
@@ -257,8 +258,7 @@ class TransformersEngine:
     def _end_pass(self) -> None:
         with self._state:
             self._in_pass = False
-            if self._num_pauses:
-                self._state.notify_all()
+            self._state.notify_all()
 
     def _add_submitted(self) -> None:
         """Add submitted sequences to the batch; call it in the thread, or while paused."""
