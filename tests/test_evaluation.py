@@ -383,14 +383,14 @@ def test_the_time_of_an_episode_ends_in_the_last_evaluation_too() -> None:
     assert of(Verify, s.tell(turned(0, 20))) == [Verify(HELD_OUT)]
 
 
-@pytest.mark.parametrize(("system", "beside"), [("stream-sync", False), ("fully-async", True)])
+@pytest.mark.parametrize(("system", "beside"), [("stream-sync", True), ("fully-async", False)])
 def test_episodes_of_every_due_version_are_evaluated_within_the_sandboxes(
     system: str, beside: bool
 ) -> None:
     """Training episodes under way go on while an evaluation waits for their sandboxes; else the run would be stuck."""
     own = {"num_prompts": 3, "every": 2, "samples": 2, "beside": beside}
     changes = {"policies.system": system, "policies.max_restarts": 9, "evaluation": own}
-    limits = {"episode_time_limit": "15 s", "action_time_limit": "5 s", "sandboxes": 2}
+    limits = {"action_time_limit": "5 s", "sandboxes": 2}
     world = checked_world(agentic(changes, failed_share=0.1, **limits))
     for time, replica in ((3.0, 0), (40.0, 1)):
         lose_replica_at(world, time, replica)
