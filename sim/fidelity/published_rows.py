@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from math import hypot, sqrt
+from math import hypot, inf, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -82,7 +82,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def width(self) -> float:
         """Return the highest prediction over the lowest, minus 1: the effect of unknown inputs."""
-        return max(self.predicted) / min(self.predicted) - 1
+        least, most = min(self.predicted), max(self.predicted)
+        if least == most:  # may be 0, where a stage takes no time without a correction
+            return 0.0
+        return most / least - 1 if least else inf
 
     @property
     def has_unknown_inputs(self) -> bool:
