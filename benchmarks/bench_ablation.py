@@ -223,7 +223,6 @@ GRACE = ("gb200", "gb300")
 TERMS = (
     Term("slowdown of NeMo-RL's Megatron passes", _in_layouts("slowdown", NO_FACTOR), _is_megatron),
     Term("whole batches packed by NeMo-RL", _in_layouts("fills_micro_batches", False), _is_nemo),
-    Term("pageable memory for NeMo-RL's reference", _in_layouts("swap_bandwidth", None), _is_nemo),
     Term("offload of optimizer states in NeMo-RL's switch", _no_offload, _is_nemo),
     Term("offload of optimizer states to score, up to NeMo-RL 0.4", _no_offload_to_score, _is_nemo),
     Term("copies of a batch for each rank, up to NeMo-RL 0.6", _no_copies, _is_nemo),

@@ -147,10 +147,6 @@ class Layout(_Table, frozen=True, kw_only=True):
     """What shards its weights with ZeRO 3, as `trainer.sharding`; not restricted where absent."""
     offloads_to_nvme: bool = False
     """Whether it can keep the optimizer on NVMe drives."""
-    swap_bandwidth: Bandwidth | None = None
-    """Bytes a second of a GPU's weights on their way to host memory, when a reference model takes
-    their place. None: the GPU's host link.
-    """
     slowdown: Factor = NO_FACTOR
     """Seconds of its forward and backward passes for each second of the same passes in pretraining."""
     fills_micro_batches: bool = False
@@ -329,13 +325,6 @@ def read_framework_file(path: Path, kind: type[_Read]) -> _Read:
 def framework_of(name: FrameworkName | None) -> Framework | None:
     """Return the framework that a run names."""
     return None if name is None else load_framework(name)
-
-
-def swap_bandwidth(name: FrameworkName | None, trainer: TrainerConfig) -> float | None:
-    """Return the bytes a second at which a framework moves weights out for a reference model; None at the host link."""
-    framework = framework_of(name)
-    layout = None if framework is None else framework.layout_for(trainer)
-    return None if layout is None else layout.swap_bandwidth
 
 
 def slowdown(name: FrameworkName | None, trainer: TrainerConfig) -> Factor:

@@ -31,7 +31,7 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.frameworks import fills_micro_batches, slowdown, swap_bandwidth
+from streamrl.runfile.frameworks import fills_micro_batches, slowdown
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.corrections import (
     Corrections,
@@ -138,8 +138,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         score, train = corrections.training_factors
         times = slowdown(run.framework.name, trainer.config)
         fills = fills_micro_batches(run.framework.name, trainer.config)
-        slow = swap_bandwidth(run.framework.name, trainer.config)
-        switches = _switches_of(trainer, ranks, slow)
+        switches = _switches_of(trainer, ranks)
         if not run.policies.shares_gpus:
             offload = optimizer_offload_bandwidth(run.framework)
             switches = replace(switches, optimizer_time=_optimizer_moves(trainer, ranks, offload))
@@ -209,20 +208,13 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         return line.finish(0.0)
 
 
-def _switches_of(trainer: TrainerHardware, ranks: Ranks, slow: float | None) -> Switches:
-    """Return the seconds of moving models to host memory and back; 0 if all models stay on the GPUs.
-
-    Args:
-        trainer: the trainer.
-        ranks: its ranks.
-        slow: bytes a second at which weights leave for a reference; None for the host link.
-    """
+def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
+    """Return the seconds of moving models to host memory and back; 0 if all models stay on the GPUs."""
     if not (trainer.config.offload or trainer.swaps_reference):
         return Switches()
     state = model_state(ranks.model, trainer.config, ranks.dtype)
     if trainer.swaps_reference:
-        link = ranks.gpu.host_link
-        return Switches(reference_time=state.weights * (1 / (slow or link) + 2 / link))
+        return Switches(reference_time=3 * state.weights / ranks.gpu.host_link)
     state = replace(
         state,
         gradients=state.gradients * ranks.trained,
