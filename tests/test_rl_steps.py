@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_the_page_of_an_ablation_names_corrections_without_which_nothing_becomes
 def test_the_two_steps_of_a_small_model_are_met_stage_by_stage(name: str) -> None:
     step = PUBLISHED[name]
     times = [one.seconds for choice in choices_of(step) if (one := simulate_step(step, choice))]
-    assert len(times) == 4
+    assert len(times) == 8
     for stage, seconds in step.stages.items():
         ours = [one[stage] for one in times]
         assert min(ours) <= seconds * (1 + MOST), stage
@@ -349,3 +350,38 @@ def test_the_history_has_a_line_a_commit(tmp_path: Path) -> None:
     assert [line["commit"] == "abc" for line in lines] == [True, False]
     assert lines[0]["serving_median"] == "0.5" and lines[1]["serving_median"] == ""
     assert lines[1]["training_median"] == "0.1000" and lines[1]["paper_figure-8"] == "0.1000"
+
+
+# Steps to come ------------------------------------------------------------------------------------
+
+CHANGED_SINCE = {
+    "framework.version",
+    "framework.optimizer_steps",
+    "rollout.memory_utilization",
+    "rollout.speculative.acceptance",
+    "rollout.speculative.tokens",
+    "trainer.expert_parallel",
+    "trainer.max_tokens_per_scoring_pass",
+}
+"""Keys that recipes of NeMo-RL 0.7 have other than those of 0.6."""
+
+
+def test_a_step_to_come_has_the_inputs_of_the_published_step_of_its_recipe() -> None:
+    tables = [
+        tomllib.loads((PROFILES / "published" / f"{name}.toml").read_text(encoding="utf-8"))
+        for name in ("rl_steps", "coming_steps")
+    ]
+    published, coming = (
+        {step["name"]: step.get("keys", {}) for group in table["groups"] for step in group["steps"]}
+        for table in tables
+    )
+    twins = {
+        name: name.replace("0.7", "0.6")
+        for name in coming
+        if name.replace("0.7", "0.6") in published
+    }
+    assert len(twins) >= 9
+    for name, twin in twins.items():
+        own, other = coming[name], published[twin]
+        differ = {key for key in {*own, *other} if own.get(key) != other.get(key)}
+        assert differ <= CHANGED_SINCE | {"algorithm.old_log_probs"}, name
