@@ -95,7 +95,7 @@ def diagnose(
         binds=max(stages, key=lambda each: each.measured or _if_alone(each, has_stages)).name,
         is_normal=whole.verdict in ("normal", "fast", "unknown") and not _matter(slow, total),
         has_stages=has_stages,
-        causes=list(_causes(stages, whole, has_stages)),
+        causes=list(_causes(stages, whole, total, has_stages)),
         advice=_advice(tried, total),
         doubtful=list(_doubtful(values_by_key(run), tried, stages)),
         not_the_problem=list(_innocent(stages, total)),
@@ -174,10 +174,10 @@ def _whole(predicted: MeasuredStep, measured: MeasuredStep, stages: list[Stage])
     return _judged("step", seconds, Band(low=low, high=high), theirs)
 
 
-def _causes(stages: list[Stage], whole: Stage, has_stages: bool) -> Iterator[str]:
+def _causes(stages: list[Stage], whole: Stage, total: float, has_stages: bool) -> Iterator[str]:
     """Yield where seconds are lost for a reason that the simulation does not show."""
     for stage in stages:
-        if stage.verdict == "slow":
+        if stage.verdict == "slow" and _matter([stage], total):
             yield f"{stage.name} is {_times(stage)} slower than predicted: look at {SUSPECTS[stage.name]}"
     if not has_stages and whole.verdict == "slow":
         first = max(stages, key=lambda each: each.predicted)
