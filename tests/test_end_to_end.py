@@ -431,8 +431,9 @@ def test_a_run_file_executes_on_every_engine_and_the_trainer_finds_its_logprobs_
     project: Path, backend: str
 ) -> None:
     """Completions of nothing but the end are right, so that every few are and weights change from step to step."""
-    output, prompts = project / backend, project / "easy.jsonl"
-    prompts.write_text('{"prompt": "1+1=", "answer": ""}\n')
+    output, prompts, scorer = project / backend, project / "easy.jsonl", project / "empty.py"
+    prompts.write_text('{"prompt": "1+1="}\n')
+    scorer.write_text("def is_empty(text, record):\n    return float(not text.strip())\n")
     changes = {
         "rollout.backend": backend,
         "policies.system": "disaggregated",
@@ -440,6 +441,7 @@ def test_a_run_file_executes_on_every_engine_and_the_trainer_finds_its_logprobs_
         "algorithm.group_size": 8,
         "algorithm.kl_coefficient": 0.01,
         "workload.prompts": prompts,
+        "verifier.scorer": f"python:{scorer}:is_empty",
         "execute.launcher": "in-process",
         "execute.output": output,
         **(

@@ -31,7 +31,7 @@ FAULTS = "".join(
     f'[[faults]]\nkind = "{kind}"\nstep = {step}\n'
     for step, kind in ((2, "replica-dies"), (3, "trainer-dies-pushing"), (4, "link-drops"))
 )
-EASY = {"prompt": "1+1=", "answer": ""}
+EASY = {"prompt": "1+1="}
 SCORER = """
 def starts_low(completion, record):
     return float(completion[:1] in "01234")

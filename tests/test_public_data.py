@@ -180,6 +180,12 @@ def test_the_first_group_of_a_regex_is_compared_with_the_final_answer(tmp_path: 
     [
         ("exact", "We add.\nIt is \\boxed{3}", "own answer 0: it has 2 lines"),
         ("exact", "We add.\n#### ", "every empty completion would be right"),
+        ("exact", " ", "every empty completion would be right"),
+        ("math-verify", ["3", ""], "every empty completion would be right"),
+        ("regex", "", "every empty completion would be right"),
+        ("exact", float("nan"), "must be a text, a number, or a list of them"),
+        ("exact", float("inf"), "must be a text, a number, or a list of them"),
+        ("exact", True, "must be a text, a number, or a list of them"),
         ("exact", [], "an empty list"),
         ("exact", {"value": "3"}, "must be a text, a number, or a list of them"),
         ("math-verify", {"value": "3"}, "must be a text, a number, or a list of them"),

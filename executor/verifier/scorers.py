@@ -117,7 +117,7 @@ def accepted_answers(record: Record) -> list[str]:
     """Return the final answers that a completion may give: those of the record, or of each entry of its list.
 
     Raises:
-        ValueError: an answer is neither a text nor a number, or it shows work without a final answer.
+        ValueError: an answer is neither a text nor a finite number, or its final answer is empty.
     """
     answer = record["answer"]
     found = [_stated(each) for each in (answer if isinstance(answer, list) else [answer])]
@@ -128,19 +128,19 @@ def accepted_answers(record: Record) -> list[str]:
 
 def _stated(answer: object) -> list[str]:
     """Return the ways to write one answer: the text after its last marker, or all of it."""
-    if not isinstance(answer, str | int | float):
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    if not isinstance(answer, str) and not (is_number and isfinite(answer)):
         raise ValueError(
             f"the answer must be a text, a number, or a list of them, got {answer!r:.80}"
         )
     text = str(answer).strip()
-    shows_work = bool(text)
-    for marker in STATED:
-        if marker in text:
-            text = text.rpartition(marker)[2].strip()
-            break
-    if shows_work and not text:
+    marker = next((each for each in STATED if each in text), None)
+    if marker is not None:
+        text = text.rpartition(marker)[2].strip()
+    if not text:
+        how = "is empty" if marker is None else "ends after its marker"
         raise ValueError(
-            f"the answer {answer!r:.80} ends after its marker, so every empty completion would be right"
+            f"the answer {answer!r:.80} {how}, so every empty completion would be right"
         )
     is_whole = isinstance(answer, float) and answer.is_integer()
     return [text, str(int(answer))] if is_whole else [text]
