@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from streamrl.cli.simulate_sweep import make_study, run_study
-from streamrl.record.metrics import measure
+from streamrl.record.metrics import RATIOS, measure
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
 from streamrl.report.study_report import StudyResult, describe, read_study, write_study
@@ -422,7 +422,8 @@ class LastReplica(Dispatch):
 """,
 }
 """Files that the run of `study_inputs` names, and one that the code of these imports."""
-ROW = StudyRow(place=(), seed=0, figures={"step_time": math.nan})
+FIGURES = {**dict.fromkeys(RATIOS, 1.0), "step_time_low": math.nan}
+ROW = StudyRow(place=(), seed=0, figures=FIGURES)
 
 
 @pytest.fixture
@@ -452,7 +453,7 @@ def test_finished_simulations_are_reused_for_the_same_run_file_and_code(
     jobs = FinishedJobs(tmp_path / FINISHED)
     assert jobs.missing([run, other, third]) == [third]
     found = jobs.find(run)
-    assert isinstance(found, StudyRow) and math.isnan(found.figures["step_time"])
+    assert isinstance(found, StudyRow) and math.isnan(found.figures["step_time_low"])
     assert jobs.find(other) == "does not finish"
     monkeypatch.setattr("streamrl.sim.studies.finished_jobs._digest_of_package", lambda: b"")
     assert jobs.missing([run]) == [run]
@@ -516,6 +517,30 @@ def test_a_damaged_line_of_finished_simulations_is_refused(line: str, tmp_path: 
     file = tmp_path / FINISHED
     file.write_bytes(b'["run", "inputs", "does not finish"]\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match=f"{file}: line 2 is no finished simulation: .*Remove"):
+        FinishedJobs(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("step_time", 0.0, "figures.step_time is 0.0: Expected `float` > 0.0"),
+        ("step_time", 1e308, "figures.step_time is 1e"),
+        ("step_time_low", 1e308, "figures.step_time_low is 1e"),
+        ("cost_per_step", math.nan, "figures.cost_per_step is nan"),
+        ("num_gpus", -1, "figures.num_gpus is -1: Expected `float` >= 0.0"),
+        ("goodput", None, "figures.goodput is missing"),
+    ],
+)
+def test_a_figure_out_of_range_is_no_finished_simulation(
+    name: str, value: float | None, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / FINISHED
+    figures = {key: each for key, each in {**FIGURES, name: value}.items() if each is not None}
+    row = {"place": [], "seed": 0, "figures": figures}
+    file.write_text(json.dumps(["run", "inputs", row]) + "\n")
+    with pytest.raises(
+        ValueError, match=re.escape(f"{file}: line 1 is no finished simulation: {says}")
+    ):
         FinishedJobs(file)
 
 

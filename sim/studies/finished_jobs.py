@@ -28,7 +28,7 @@ from streamrl.runfile.paths import WRITTEN_KEYS, paths_of
 from streamrl.runfile.profile_folder import PROFILES
 from streamrl.runfile.reading import MOST_DATA
 from streamrl.runfile.result_files import naming
-from streamrl.sim.studies.results import StudyRow
+from streamrl.sim.studies.results import StudyRow, check_figures
 
 logger = logging.getLogger(__name__)
 FINISHED = "finished.jsonl"
@@ -55,7 +55,7 @@ class FinishedJobs:
         """Read the answers in a file; without a file, keep them in memory.
 
         Raises:
-            ValueError: a line of the file is damaged.
+            ValueError: a line of the file is damaged, or a figure is out of range.
         """
         self._answers: dict[Job, StudyRow | str] = {}
         self._jobs: dict[bytes, Job] = {}
@@ -118,6 +118,7 @@ def _read_line(line: bytes) -> tuple[Job, StudyRow | str]:
     values = json.loads(line)
     run, inputs, answer = msgspec.convert(values, tuple[str, str, StudyRow | str])
     if isinstance(answer, StudyRow):
+        check_figures(values[-1]["figures"])
         answer = msgspec.structs.replace(answer, figures=values[-1]["figures"])
     return Job(run, inputs), answer
 

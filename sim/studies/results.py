@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isnan, nan
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -11,6 +12,12 @@ from streamrl.hardware.tiers import Provenance, Tier, datasheet_share
 from streamrl.record.attribution import BUSY, IDLE
 from streamrl.record.band import Band
 from streamrl.record.metrics import RATIOS, Metrics
+from streamrl.runfile.recorded_numbers import NotNegative, Number, Positive
+
+ENDS = ("step_time_low", "step_time_high")
+"""Figures that are NaN if there are too few steps for an interval."""
+RANGES: dict[str, Any] = {**dict.fromkeys(ENDS, Number), "step_time": Positive}
+"""Types of figures that are not `NotNegative`."""
 
 
 class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +60,20 @@ class StudyRow(msgspec.Struct, frozen=True, kw_only=True):
         if metric not in RATIOS or isnan(high - low):
             return 0.0
         return (high - low) / 2 / self.figures["step_time"]
+
+
+def check_figures(figures: Mapping[str, object]) -> None:
+    """Raise `ValueError` if recorded figures of a `StudyRow` lack a metric or are out of range."""
+    for name in RATIOS:
+        if name not in figures:
+            raise ValueError(f"figures.{name} is missing")
+    for name, value in figures.items():
+        if name in ENDS and isinstance(value, float) and isnan(value):
+            continue
+        try:
+            msgspec.convert(value, RANGES.get(name, NotNegative))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"figures.{name} is {value}: {error}") from None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
