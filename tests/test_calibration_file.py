@@ -114,8 +114,13 @@ def test_the_planner_sees_the_same_sync(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("factor = 0.5", "factor = 0.0"), "factor must be positive"),
-        (("seconds = 7.0", "seconds = -1.0"), "seconds must be 0 or more"),
+        (("factor = 0.5", "factor = 1e-320"), r"`float` >= 0\.0001 .*generation\.factor"),
+        (("factor = 0.5", "factor = 1e308"), r"`float` <= 10000\.0 .*generation\.factor"),
+        (("seconds = 7.0", "seconds = 1e300"), r"`float` <= 10000000\.0 .*overhead\.seconds"),
+        (("seconds = 7.0", "seconds = -1.0"), r"`float` >= 0\.0 .*overhead\.seconds"),
+        (("[0.4, 0.6]", "[nan, inf]"), r"generation\.interval"),
+        (("[0.4, 0.6]", "[0.6, 0.4]"), r"must be \[least, most\], got \[0\.6, 0\.4\]"),
+        (("[0.4, 0.6]", "[0.4, 0.6]\nerrors.held_out = -5"), r"errors\.held_out"),
         (("[train]", "[trains]"), "trains"),
         (('gpu = "h20"\nfactor = 0.5', "factor = 0.5"), "gpu"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from msgspec import inspect
 
 from streamrl.cli.report import blaming_figures
+from streamrl.hardware.calibration_file import Calibration
 from streamrl.record.run_comparison import Against
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.study_report import Combination
@@ -125,6 +126,6 @@ def unlimited(kind: Any, place: str, seen: set[type]) -> Iterator[str]:
             yield from unlimited(part, place, seen)
 
 
-@pytest.mark.parametrize("kind", [Plan, Against, Combination])
+@pytest.mark.parametrize("kind", [Plan, Against, Combination, Calibration])
 def test_each_number_of_a_recorded_file_has_a_range(kind: type) -> None:
     assert not [*unlimited(inspect.type_info(kind), "", set())]

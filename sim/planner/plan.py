@@ -485,7 +485,7 @@ class SpotSavings(msgspec.Struct, frozen=True, kw_only=True):
 
     share: Number = 0.0
     """Dollars saved, as a share of those on demand."""
-    interval: tuple[float, float] = (0.0, 0.0)
+    interval: Interval = (0.0, 0.0)
     """95 % interval of that mean, over the seeds. It has sampling error alone."""
     dollars: NotNegative = 0.0
     dollars_on_demand: NotNegative = 0.0

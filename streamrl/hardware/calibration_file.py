@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import logging
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,6 +22,7 @@ from streamrl.hardware.profiles import load_model, read_profile
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.recorded_numbers import Count, Factor, NotNegative, Seconds, check_order
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ OUTDATED = "the cost model has changed since; run `streamrl calibrate` again"
 class StageErrors(ProfileTable, frozen=True, kw_only=True):
     """Median absolute relative errors of a step's simulated seconds; None without steps to compare."""
 
-    before: float | None = None
+    before: NotNegative | None = None
     """Without the calibration, on the steps that it was fitted to."""
-    after: float | None = None
+    after: NotNegative | None = None
     """With the calibration, on the same steps."""
-    held_out: float | None = None
+    held_out: NotNegative | None = None
     """With the calibration, on later steps that it was not fitted to."""
 
 
@@ -50,26 +50,24 @@ class StageFactor(ProfileTable, frozen=True, kw_only=True):
 
     gpu: str
     """GPU on which it was measured. It does not apply to other GPUs."""
-    factor: float
+    factor: Factor
     """Median over the fitted steps."""
-    interval: tuple[float, float] | None = None
+    interval: tuple[NotNegative, NotNegative] | None = None
     """95 % interval (sampling error) of the factor, from the scatter of the steps; None if they are too few."""
     errors: StageErrors = StageErrors()
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.factor) and self.factor > 0):
-            raise ValueError(f"factor must be positive and finite, got {self.factor}")
+        check_order(self.interval)
 
 
 class StepOverhead(ProfileTable, frozen=True, kw_only=True):
     """Seconds of a step outside its stages: data, rewards, logging."""
 
-    seconds: float
-    interval: tuple[float, float] | None = None
+    seconds: Seconds
+    interval: tuple[NotNegative, NotNegative] | None = None
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.seconds) and self.seconds >= 0):
-            raise ValueError(f"seconds must be 0 or more and finite, got {self.seconds}")
+        check_order(self.interval)
 
 
 class Calibration(ProfileTable, frozen=True, kw_only=True):
@@ -86,9 +84,9 @@ class Calibration(ProfileTable, frozen=True, kw_only=True):
     of earlier versions of this program."""
     cost_model: str | None = None
     """`cost_model_digest` of the program that fitted the factors; None in files of earlier versions."""
-    fitted_steps: tuple[int, int] | None = None
+    fitted_steps: tuple[Count, Count] | None = None
     """First and last step that it was fitted to."""
-    held_out_steps: tuple[int, int] | None = None
+    held_out_steps: tuple[Count, Count] | None = None
     """First and last step that was used only for its errors."""
     generation: StageFactor | None = None
     score: StageFactor | None = None
