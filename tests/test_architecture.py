@@ -171,7 +171,7 @@ ROOMS = (
     *("sim.faults", "sim.world", "sim.steady_state", "sim.lone_batch"),
     "sim.idle_replica",
     "sim.batch_generation",
-    *("executor.libc", "executor.checksums", "executor.directory_lock"),
+    *("executor.libc", "executor.checksums", "executor.directory_lock", "executor.http_deadline"),
     *(
         "executor.adapter_layers",
         "executor.attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from streamrl.executor.environment import http_environments
+from streamrl.executor.environment.http_environments import HttpClient
 from streamrl.executor.roles import Scoring
 from streamrl.executor.verifier import judge
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
+from streamrl.runfile.units import Duration
 from tests.runs import make_table
 
 RECORD = {"prompt": "What is 2+2?", "answer": "4", "family": "sums"}
@@ -155,3 +159,34 @@ def test_a_judge_that_cannot_be_asked_is_refused_by_key(
     )
     with pytest.raises(RunError, match=words):
         make_run(table)
+
+
+@pytest.mark.parametrize("sent", [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b""])
+def test_an_answer_that_drips_ends_at_the_limit(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server sends a header or a piece of the body now and then, so no wait for the next one takes long."""
+    monkeypatch.setattr(judge, "WAITS", ())
+    monkeypatch.setattr(http_environments, "REQUEST_TIME", 0.2)
+    ended = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(sent or b"HTTP/1.1 200 OK\r\n")
+            while not ended.wait(0.02):
+                connection.sendall(b" " if sent else b"X: a\r\n")
+
+    def accept(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                drip(listener.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=r"TimeoutError: no whole answer within 0\.2 s"):
+            score(url, "4", request_time=Duration(0.2))
+        with pytest.raises(TimeoutError, match=r"no whole answer within 0\.2 s"):
+            HttpClient(url).post("/reset", {})
+        ended.set()

@@ -18,10 +18,11 @@ from typing import Any
 
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.environment.tools import shown
+from streamrl.executor.http_deadline import limited_opener
 from streamrl.runfile.reading import parse_json, read_json
 
 REQUEST_TIME = 300.0
-"""Seconds for an answer of a server; `environment.action_time_limit` may be shorter."""
+"""Seconds for a whole answer of a server; `environment.action_time_limit` may be shorter."""
 MOST_BYTES = 1 << 24
 """Bytes of an answer."""
 
@@ -34,7 +35,7 @@ class HttpClient:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint.rstrip("/")
         cookies = urllib.request.HTTPCookieProcessor(CookieJar())
-        self._opener = urllib.request.build_opener(cookies)
+        self._opener = limited_opener(cookies)
 
     def post(self, path: str, body: Json) -> Any:
         """Return the decoded answer; a text if it is no JSON."""

@@ -13,7 +13,6 @@ import os
 import select
 import shlex
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from streamrl.executor.http_deadline import limited_opener
 from streamrl.runfile.reading import parse_json
 
 PROTOCOL = "2025-06-18"
@@ -55,7 +55,7 @@ class _Page(msgspec.Struct, rename="camel"):
 
 
 class _Part(msgspec.Struct):
-    type: str
+    type: str = "text"
     text: str | None = None
 
 
@@ -241,30 +241,42 @@ class HttpChannel:
         """Do nothing: the server forgets a session by itself."""
 
     def _post(self, message: Message) -> Iterator[Message]:
+        """Send a message, and yield those of the answer.
+
+        Raises:
+            McpError: the whole answer takes longer than `REQUEST_TIME`, or is too long.
+        """
+        try:
+            yield from self._answers(message)
+        except TimeoutError:
+            raise McpError(
+                f"the MCP server {self._url} did not complete an answer within {REQUEST_TIME:g} s"
+            ) from None
+
+    def _answers(self, message: Message) -> Iterator[Message]:
         data = json.dumps(message).encode()
         request = urllib.request.Request(self._url, data, self._headers)
-        ends_at = time.monotonic() + REQUEST_TIME
-        with urllib.request.urlopen(request, timeout=REQUEST_TIME) as response:
+        with limited_opener().open(request, timeout=REQUEST_TIME) as response:
             session = response.headers.get("Mcp-Session-Id")
             if session:
                 self._headers["Mcp-Session-Id"] = session
             if response.headers.get_content_type() != "text/event-stream":
-                text = b"".join(self._pieces(response, ends_at))
+                text = b"".join(self._pieces(response))
                 if text.strip():
                     yield _decoded(text)
                 return
             unread = b""
-            for piece in self._pieces(response, ends_at):
+            for piece in self._pieces(response):
                 *lines, unread = (unread + piece).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:") and line[5:].strip():
                         yield _decoded(line[5:])
 
-    def _pieces(self, response: http.client.HTTPResponse, ends_at: float) -> Iterator[bytes]:
-        """Yield an answer in pieces; it may take until an instant, and have `MOST_BYTES`.
+    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """Yield an answer in pieces; it may have `MOST_BYTES`.
 
         Raises:
-            McpError: it takes longer or has more.
+            McpError: it has more.
         """
         num_bytes = 0
         while piece := response.read1(1 << 16):
@@ -272,10 +284,6 @@ class HttpChannel:
             if num_bytes > MOST_BYTES:
                 raise McpError(
                     f"the MCP server {self._url} answers with more than {MOST_BYTES >> 20} MiB"
-                )
-            if time.monotonic() > ends_at:
-                raise McpError(
-                    f"the MCP server {self._url} did not complete an answer within {REQUEST_TIME:g} s"
                 )
             yield piece
 

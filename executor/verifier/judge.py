@@ -12,12 +12,13 @@ import json
 import os
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
+from streamrl.executor.http_deadline import connection_to
 from streamrl.runfile.reading import parse_json
 from streamrl.runfile.roles_config import RewardConfig
 
@@ -124,13 +125,9 @@ class Judge:
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
         """Send one request; redirects are not followed, so that the key is not sent to another host."""
-        url, seconds = self._url, float(self._reward.request_time)
-        kind: Any = (
-            http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        )
-        connection = kind(url.hostname, url.port, timeout=seconds)
+        connection = connection_to(self._url, float(self._reward.request_time))
         try:
-            path = url.path.rstrip("/") + "/chat/completions"
+            path = self._url.path.rstrip("/") + "/chat/completions"
             connection.request("POST", path, body, self._headers)
             response = connection.getresponse()
             return response.status, response.read(MOST_BYTES)
