@@ -224,10 +224,16 @@ def test_a_template_makes_a_chat_of_a_records_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("user", "says"),
     [
-        ("{{ promt }}", r"data\.jsonl:1: template\.user cannot be filled in: 'promt' is undefined"),
-        ("{{ reward_model }}", r"data\.jsonl:1: template\.user .* must be a text or a number"),
-        ("{{ 1 / level }}", r"data\.jsonl:1: template\.user .*division by zero"),
-        ("{{ prompt.__class__.mro() }}", r"data\.jsonl:1: template\.user .*unsafe"),
+        (
+            "{{ promt }}",
+            r"data\.jsonl:1: workload\.template\.user cannot be filled in: 'promt' is undefined",
+        ),
+        (
+            "{{ reward_model }}",
+            r"data\.jsonl:1: workload\.template\.user .* must be a text or a number",
+        ),
+        ("{{ 1 / level }}", r"data\.jsonl:1: workload\.template\.user .*division by zero"),
+        ("{{ prompt.__class__.mro() }}", r"data\.jsonl:1: workload\.template\.user .*unsafe"),
         (
             "Solve: {prompt}",
             r"^workload\.template\.user 'Solve: \{prompt\}' has no field of a record",

@@ -21,6 +21,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from streamrl.executor.http_deadline import connection_to
 from streamrl.runfile.reading import parse_json
 from streamrl.runfile.roles_config import RewardConfig
+from streamrl.workload.render_limit import render_limit
 
 if TYPE_CHECKING:
     from streamrl.workload.prompt_records import Record
@@ -55,7 +56,7 @@ class Judge:
             ValueError: the environment variable is missing, or the template is invalid.
         """
         assert reward.endpoint is not None, "check_rewards ensures it"
-        self._reward = reward
+        self._reward, self._key = reward, key
         self._url = urlsplit(reward.endpoint)
         self._headers = {"Content-Type": "application/json"}
         if reward.key_variable is not None:
@@ -83,10 +84,11 @@ class Judge:
         """
         least, most = self._reward.bounds
         try:
-            text = self._template.render(
-                {**record, "completion": completion, "least": f"{least:g}", "most": f"{most:g}"}
-            )
-        except TemplateError as error:
+            with render_limit("the question", f"Check the loops of {self._key}.template"):
+                text = self._template.render(
+                    {**record, "completion": completion, "least": f"{least:g}", "most": f"{most:g}"}
+                )
+        except (TemplateError, ValueError) as error:
             raise RuntimeError(f"judge: the template cannot be filled in: {error}") from None
         async with self._free:
             reply = await self._ask(text)

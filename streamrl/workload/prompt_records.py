@@ -15,6 +15,7 @@ from streamrl.runfile.workload_config import HUB, SourceConfig, TemplateConfig, 
 from streamrl.workload.chats import read_prompt
 from streamrl.workload.data_files import read_rows
 from streamrl.workload.prompt_families import FAMILY
+from streamrl.workload.render_limit import render_limit
 
 Record = dict[str, Any]
 """A prompt and the data for its scorer: a row of the data set, with its columns renamed to the run file's fields."""
@@ -152,21 +153,21 @@ def _check_expected(record: Record, line: str) -> None:
 def _compiled(template: TemplateConfig, key: str) -> Callable[[Record, str], list[Record]]:
     """Return a function that builds chat messages from a record; it takes the line for errors."""
     environment = SandboxedEnvironment(undefined=StrictUndefined, finalize=_insertable)
-    _check_uses_record(environment, template, f"{key.removesuffix('prompts')}template.user")
+    section = f"{key.removesuffix('prompts')}template"
+    _check_uses_record(environment, template, f"{section}.user")
     messages: list[tuple[str, Template]] = []
     for role, text in (("system", template.system), ("user", template.user)):
         try:
             if text is not None:
                 messages.append((role, environment.from_string(text)))
         except TemplateError as error:
-            where = f"{key.removesuffix('prompts')}template.{role}"
             raise ValueError(
-                f"{where} is not a Jinja template: {error}, got {shown(text)}"
+                f"{section}.{role} is not a Jinja template: {error}, got {shown(text)}"
             ) from None
 
     def fill(record: Record, line: str) -> list[Record]:
         return [
-            {"role": role, "content": _rendered(made, record, line, role)}
+            {"role": role, "content": _rendered(made, record, line, f"{section}.{role}")}
             for role, made in messages
         ]
 
@@ -190,13 +191,14 @@ def _check_uses_record(
         raise RunError(key, template.user, text=text)
 
 
-def _rendered(template: Template, record: Record, line: str, role: str) -> str:
+def _rendered(template: Template, record: Record, line: str, key: str) -> str:
     try:
-        return template.render(record)
+        with render_limit("one prompt", f"Check the loops of {key}"):
+            return template.render(record)
     except (
         Exception
     ) as error:  # an expression can raise anything: TypeError, ZeroDivisionError, ...
-        raise ValueError(f"{line}: template.{role} cannot be filled in: {error}") from None
+        raise ValueError(f"{line}: {key} cannot be filled in: {error}") from None
 
 
 def _insertable(value: object) -> object:
