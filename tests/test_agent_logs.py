@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.logs.agent_logs import AgentLog, assumed_tokens, read_agent_log
+from streamrl.logs.agent_logs import AgentLog, _instant, assumed_tokens, read_agent_log
 from streamrl.workload.episodes import Episode
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
@@ -131,3 +132,16 @@ def test_an_imported_log_is_simulated(tmp_path: Path) -> None:
     shown = streamrl("lengths", path)
     assert shown.returncode == 0 and "messages" in shown.stdout, shown.stderr
     assert "4 characters count as a token (assumed)" in shown.stdout
+
+
+def test_a_time_without_a_zone_is_read_as_utc_wherever_the_reader_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        before, after = _instant("2026-03-08T01:59:00"), _instant("2026-03-08T03:01:00")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert before is not None and after is not None and after - before == 3720.0

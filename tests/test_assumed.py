@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.record.assumed import assumed_of, assumed_of_hardware
+from streamrl.record.assumed import assumed_of, assumed_of_failures, assumed_of_hardware
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.runfile.files import write_run
 from streamrl.sim.planner.first_answer import Question, assumptions_of
@@ -114,3 +114,21 @@ def test_a_first_answer_names_networks_of_profiles_and_takes_others() -> None:
     assert text not in told("8xH20@1.10")
     assert "to each other" not in told("16xH20@1.10/1 with 400Gbps") + told("8xGB200@4.0")
     assert "nodes of b200 have 3,200 Gbps" in told("16xB200@5.0,16xH20@1.10 with 100 Gbps")
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, []),
+        ({"failures.per_gpu_day": 1.0}, ["rollout.start_time"]),
+        (
+            {"failures.per_gpu_day": 1.0, "failures.trainers": True},
+            ["rollout.start_time", "trainer.start_time"],
+        ),
+        ({"failures.per_gpu_day": 1.0, "rollout.start_time": "60 s"}, []),
+    ],
+)
+def test_a_worker_that_is_replaced_at_once_is_assumed(
+    changes: dict[str, object], keys: list[str]
+) -> None:
+    assert [each.key for each in assumed_of_failures(small_run(changes))] == keys

@@ -22,7 +22,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -341,9 +341,10 @@ def _calls(calls: object) -> list[str]:
 
 
 def _instant(value: object) -> float | None:
-    """Return a Unix time or an ISO 8601 text in seconds; None without one."""
+    """Return a Unix time or an ISO 8601 text in seconds; None without one. A text without a zone counts as UTC."""
     if isinstance(value, str):
-        return datetime.fromisoformat(value).timestamp()
+        time = datetime.fromisoformat(value)
+        return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp()
     return _seconds({"": value}, "")
 
 

@@ -14,7 +14,9 @@ import msgspec
 from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
 from streamrl.hardware.profiles import gpu_of, load_gpu, price_of
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig, PoolConfig
+from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.failure_rates import can_fail
 from streamrl.runfile.formatting import format_dollars
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.list_prices import is_old
@@ -67,6 +69,21 @@ def assumed_of_model(model: ModelConfig, dtype: str | None) -> list[Assumed]:
     except RunError:  # the directory of an older run may be gone
         return []
     return list(_of_directory(found, model, dtype))
+
+
+def assumed_of_failures(run: Run) -> list[Assumed]:
+    """Return what a run with simulated failures assumes: workers start again at once without `start_time`."""
+    if not can_fail(run):
+        return []
+    starts = {
+        "rollout.start_time": ("replica", run.rollout.start_time),
+        "trainer.start_time": ("trainer", run.trainer.start_time if run.failures.trainers else 1.0),
+    }
+    return [
+        Assumed(key=key, text=f"0 s until a lost {what} is replaced", source=DEFAULT)
+        for key, (what, seconds) in starts.items()
+        if not seconds
+    ]
 
 
 def _of_directory(

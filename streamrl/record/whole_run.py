@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from streamrl.engine.trace import Trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import load_gpu
-from streamrl.record.assumed import Assumed, assumed_of, assumed_of_model
+from streamrl.record.assumed import Assumed, assumed_of, assumed_of_failures, assumed_of_model
 from streamrl.record.attribution import SHARED, Attribution, SidesAttribution
 from streamrl.record.band import Band, ModelError, band_of
 from streamrl.record.billing import (
@@ -342,6 +342,7 @@ def make_whole_run(
     is_real = trace.world == "real"
     lengths = None if is_real else run.workload.lengths
     modelled = [] if is_real else assumed_of_model(run.model, run.rollout.dtype)
+    failing = [] if is_real else assumed_of_failures(run)
     billed, band = bill(time.seconds), band_of(time.seconds, time.interval, error)
     energy = read_energy(paid, shares)
     pools = dict(_pool_totals(paid, billed, time.rented, energy.watts))
@@ -365,7 +366,7 @@ def make_whole_run(
         setup_time=float(billing.setup_time),
         failed_time=time.seconds * billing.failed_share,
         uncounted=uncounted(run.cluster),
-        assumed=assumed_of(run.cluster, lengths, paid.used) + modelled,
+        assumed=assumed_of(run.cluster, lengths, paid.used) + modelled + failing,
         start_time=time.start_time,
         start_time_interval=time.start_interval,
         checkpoint_time=time.checkpoint_time,

@@ -439,7 +439,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "spot_failures_per_gpu_day": Bounds(0),
         "spot_warning": SECONDS,
         "spot_replacement_time": SECONDS,
-        "spot_replacement_variation": Bounds(0),
+        "spot_replacement_variation": Bounds(0, 100),
         "on_demand_price": MONEY,
     },
     BillingConfig: {
