@@ -676,7 +676,8 @@ def test_page_and_terminal_say_first_what_can_run_a_plan_or_the_best_option_that
 
     def page_of(own: Verdict, *others: Verdict) -> Page:
         first, *rest = plan.options
-        options = [first, *(replace(each, carried_by=list(others)) for each in rest)]
+        options = [replace(first, carried_by=[own])]
+        options += [replace(each, carried_by=list(others)) for each in rest]
         best = 2 if any(each.can_run for each in others) else None
         changed = replace(plan, carried_by=[own], options=options, best_to_run=best)
         write_plan(changed, directory)
