@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from streamrl.record.assumed import assumed_of, assumed_of_failures, assumed_of_hardware
+from streamrl.record.metrics import measure
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.runfile.files import write_run
 from streamrl.sim.planner.first_answer import Question, assumptions_of
+from streamrl.sim.world import simulate
 from tests.command_line import streamrl
 from tests.runs import small_run
 
@@ -117,18 +119,24 @@ def test_a_first_answer_names_networks_of_profiles_and_takes_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "keys"),
+    ("replica", "trainer", "keys"),
     [
-        ({}, []),
-        ({"failures.per_gpu_day": 1.0}, ["rollout.start_time"]),
-        (
-            {"failures.per_gpu_day": 1.0, "failures.trainers": True},
-            ["rollout.start_time", "trainer.start_time"],
-        ),
-        ({"failures.per_gpu_day": 1.0, "rollout.start_time": "60 s"}, []),
+        (0.0, None, ["rollout.start_time"]),
+        (0.0, 0.0, ["rollout.start_time", "trainer.start_time"]),
+        (60.0, 0.0, ["trainer.start_time"]),
+        (60.0, 90.0, []),
     ],
 )
 def test_a_worker_that_is_replaced_at_once_is_assumed(
-    changes: dict[str, object], keys: list[str]
+    replica: float, trainer: float | None, keys: list[str]
 ) -> None:
-    assert [each.key for each in assumed_of_failures(small_run(changes))] == keys
+    assert [each.key for each in assumed_of_failures(replica, trainer)] == keys
+
+
+def test_a_simulation_with_failures_names_what_it_assumes_of_them() -> None:
+    for changes, is_assumed in (({}, False), ({"failures.per_gpu_day": 1.0}, True)):
+        trace = simulate(small_run({**changes, "policies.max_restarts": 1000}))
+        whole = measure(trace).whole_run
+        assert whole is not None
+        keys = [each.key for each in whole.assumed]
+        assert ("rollout.start_time" in keys) == is_assumed

@@ -14,9 +14,7 @@ import msgspec
 from streamrl.hardware.hugging_face import ModelDirectory, read_model_directory
 from streamrl.hardware.profiles import gpu_of, load_gpu, price_of
 from streamrl.runfile.cluster_config import ClusterConfig, ModelConfig, PoolConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.failure_rates import can_fail
 from streamrl.runfile.formatting import format_dollars
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.list_prices import is_old
@@ -71,18 +69,21 @@ def assumed_of_model(model: ModelConfig, dtype: str | None) -> list[Assumed]:
     return list(_of_directory(found, model, dtype))
 
 
-def assumed_of_failures(run: Run) -> list[Assumed]:
-    """Return what a run with simulated failures assumes: workers start again at once without `start_time`."""
-    if not can_fail(run):
-        return []
+def assumed_of_failures(replica: float, trainer: float | None) -> list[Assumed]:
+    """Return what a run with simulated failures assumes: workers start again at once without `start_time`.
+
+    Args:
+        replica: seconds in which a replica starts.
+        trainer: seconds in which the trainer starts; None if trainers do not fail.
+    """
     starts = {
-        "rollout.start_time": ("replica", run.rollout.start_time),
-        "trainer.start_time": ("trainer", run.trainer.start_time if run.failures.trainers else 1.0),
+        "rollout.start_time": ("replica", replica),
+        "trainer.start_time": ("trainer", trainer),
     }
     return [
         Assumed(key=key, text=f"0 s until a lost {what} is replaced", source=DEFAULT)
         for key, (what, seconds) in starts.items()
-        if not seconds
+        if seconds == 0
     ]
 
 

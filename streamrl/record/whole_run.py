@@ -42,6 +42,7 @@ from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.failure_rates import can_fail
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.recorded_numbers import Count, Interval, NotNegative, Number
 from streamrl.runfile.units import SECONDS_PER_HOUR
@@ -342,7 +343,10 @@ def make_whole_run(
     is_real = trace.world == "real"
     lengths = None if is_real else run.workload.lengths
     modelled = [] if is_real else assumed_of_model(run.model, run.rollout.dtype)
-    failing = [] if is_real else assumed_of_failures(run)
+    failing = []
+    if not is_real and can_fail(run):
+        restart = run.trainer.start_time if run.failures.trainers else None
+        failing = assumed_of_failures(run.rollout.start_time, restart)
     billed, band = bill(time.seconds), band_of(time.seconds, time.interval, error)
     energy = read_energy(paid, shares)
     pools = dict(_pool_totals(paid, billed, time.rented, energy.watts))
