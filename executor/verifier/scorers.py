@@ -128,8 +128,10 @@ def accepted_answers(record: Record) -> list[str]:
 
 def _stated(answer: object) -> list[str]:
     """Return the ways to write one answer: the text after its last marker, or all of it."""
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    if not isinstance(answer, str) and not (is_number and isfinite(answer)):
+    is_number = (
+        isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer)
+    )
+    if not isinstance(answer, str) and not is_number:
         raise ValueError(
             f"the answer must be a text, a number, or a list of them, got {answer!r:.80}"
         )
@@ -142,8 +144,9 @@ def _stated(answer: object) -> list[str]:
         raise ValueError(
             f"the answer {answer!r:.80} {how}, so every empty completion would be right"
         )
-    is_whole = isinstance(answer, float) and answer.is_integer()
-    return [text, str(int(answer))] if is_whole else [text]
+    if isinstance(answer, float) and answer.is_integer():
+        return [text, str(int(answer))]
+    return [text]
 
 
 def _answer_of(record: Record) -> str | None:
