@@ -134,7 +134,7 @@ LIMITS = (
     "one rack, asynchronous steps of DeepSeek-V3 and Qwen3-235B-A22B are 31 to 42 % too short; they are bound by generation on replicas of "
     "several nodes. Over half of DeepSeek-V3's synchronous step is refit and switch, which were measured on H100 alone, and its generation is "
     "that of the asynchronous steps. So where its synchronous steps agree, two errors probably cancel.",
-    "Log-probs of NeMo-RL 0.3 on Megatron take 18 to 20 s where 14 to 16 s are predicted: moving the reference model takes longer than "
+    "Log-probs of NeMo-RL 0.3 on Megatron take 18 to 20 s where 14 to 16 s are predicted. Moving the reference model takes longer than "
     "copies to and from pinned memory, and nothing published says why.",
     "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 14 to 16 % too short if it takes turns, and 7 % if it does not. So 15 of 19 missing "
     "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published.",
