@@ -135,7 +135,7 @@ class Checkpoints:
             if checkpoint is not None and _version_of(path) <= checkpoint.version:
                 continue
             if not (path / POSITION).exists():
-                shutil.rmtree(path)  # never completed
+                _remove(path)  # never completed
                 continue
             damaged.append(f"{path.name}: {self._find_damage(path)}")
             aside = path.with_name(f"damaged-{path.name}")
@@ -156,7 +156,7 @@ class Checkpoints:
         newest = self._all()[-KEPT_CHECKPOINTS:]
         for old in self._all():
             if old not in kept and old not in newest and old != self._resumed_from:
-                shutil.rmtree(old)
+                _remove(old)
 
     def versions(self) -> list[int]:
         """Return the versions of complete checkpoints, in ascending order."""
@@ -182,6 +182,14 @@ class Checkpoints:
                 damage = str(error)
             self._damage[path] = damage
         return self._damage[path]
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; of one that was moved elsewhere only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _version_of(path: Path) -> int:

@@ -91,7 +91,7 @@ def test_what_a_relay_merges_computes_what_the_trainer_does(
     directory: Path, tmp_path: Path
 ) -> None:
     model = adapted(directory)
-    manifest = write_buckets(adapters_of(model.state_dict().items()), tmp_path / "pushed", 1)
+    manifest = write_buckets(adapters_of(model.state_dict().items()), tmp_path, 1)
     whole = (directory / "model.safetensors").stat().st_size
     assert manifest.num_bytes < whole
     served = reference(directory)
@@ -104,7 +104,7 @@ def test_a_relay_leaves_adapters_alone_where_replicas_compute_with_them(
     directory: Path, tmp_path: Path
 ) -> None:
     tensors = dict(adapters_of(adapted(directory).state_dict().items()))
-    manifest = write_buckets(tensors.items(), tmp_path / "pushed", 1)
+    manifest = write_buckets(tensors.items(), tmp_path, 1)
     found = asyncio.run(arrived(directory, manifest, merges=False))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_a_model_and_goes_on_with_its_adapters(
 def test_adapters_of_another_model_are_refused(directory: Path, tmp_path: Path) -> None:
     model = adapted(directory)
     renamed = [(f"x.{name}", each) for name, each in adapters_of(model.state_dict().items())]
-    manifest = write_buckets(renamed, tmp_path / "pushed", 1)
+    manifest = write_buckets(renamed, tmp_path, 1)
     with pytest.raises(ValueError, match=r"no weights for the adapters of x\.model"):
         asyncio.run(arrived(directory, manifest, merges=True))
 

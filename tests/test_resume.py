@@ -269,6 +269,14 @@ def test_what_a_user_keeps_beside_checkpoints_is_left_alone(tmp_path: Path) -> N
     assert all((tmp_path / name).is_dir() for name in names)
 
 
+def test_of_a_checkpoint_that_was_moved_elsewhere_only_the_link_is_removed(tmp_path: Path) -> None:
+    saved(tmp_path / "all", 2)
+    (tmp_path / "all" / "v000002").rename(tmp_path / "moved")
+    (tmp_path / "all" / "v000002").symlink_to(tmp_path / "moved")
+    assert saved(tmp_path / "all", 4, 6).versions() == [4, 6]
+    assert (tmp_path / "moved" / "weights").exists()
+
+
 def test_the_newest_of_a_million_checkpoints_is_kept(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 999_998, 999_999, 1_000_000, 1_000_001)
     assert checkpoints.versions() == [1_000_000, 1_000_001]

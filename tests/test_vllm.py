@@ -269,6 +269,9 @@ def test_weights_that_replace_others_of_their_version_share_no_prompt_with_them(
     lost, new = changed_weights(model, 2), changed_weights(model, 3)
     outside = Request(rollout=9, prompt=encode_ids([VOCABULARY]), priority=0, max_tokens=4)
 
+    for name in ("lost", "new"):
+        (tmp_path / name).mkdir()
+
     async def go() -> None:
         await replica.load(write_buckets(lost.items(), tmp_path / "lost", 2), drain=True)
         await replica.generate(ask(0, 20))

@@ -287,7 +287,7 @@ def _fresh(path: Path) -> Path:
     number = 0
     while (fresh := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    fresh.mkdir(parents=True)
+    fresh.mkdir()
     return fresh
 
 

@@ -57,7 +57,7 @@ def write_buckets(
     when it is complete. A reader of an earlier write keeps its bytes. Raises `ValueError` for a repeated name.
     """
     target = version_directory(directory, version)
-    target.mkdir(parents=True, exist_ok=True)
+    target.mkdir(exist_ok=True)  # fails if its owner ended and took the directory along
     return write_version(tensors, target, version, bucket_bytes)
 
 
