@@ -368,3 +368,13 @@ def test_an_environment_that_cannot_be_executed_is_refused(
     table = make_table({"environment": {"max_turns": 2, "max_context": 4096, **changes}})
     with pytest.raises(RunError, match=message):
         make_run(table)
+
+
+def test_a_turn_of_repeated_tags_is_searched_in_linear_time() -> None:
+    """A policy that repeats a token writes such turns; 16,000 names without an end took 9 s."""
+    for tag in ("<function=", "<function=a><parameter="):
+        text = f"<tool_call>{tag * 30_000}</parameter></function></tool_call>"
+        began_at = time.process_time()
+        with suppress(ToolCallError):
+            find_tool_calls(text, "xml", {"a": {}})
+        assert time.process_time() - began_at < 2
