@@ -335,7 +335,8 @@ def test_wrong_studies_get_one_line_and_exit_status_2_and_write_nothing(
     ("line", "words"),
     [
         ('titel = "x"', "titel is no key of a study file; did you mean title?"),
-        ("seeds = 0", "--seeds must be at least 1, got 0"),
+        ("seeds = 0", "--seeds must be from 1 to 10,000, got 0"),
+        ("seeds = 1_000_000_000", "--seeds must be from 1 to 10,000, got 1000000000"),
         ('metrics = ["speed"]', "'speed' is none"),
         ("metrics = []", "metrics is empty"),
         ('finding = { kind = "worst" }', "worst"),

@@ -24,6 +24,8 @@ from streamrl.runfile.reading import read_toml
 from streamrl.runfile.sweep import Axis, Scale, parse_axis
 
 NUM_SEEDS = 1  # its interval shows what more seeds would add
+MOST_SEEDS = 10_000
+"""Maximum simulations of one combination; all jobs of a study are listed before the first one begins."""
 DEFAULT_METRICS = ("step_time", "cost_per_million_tokens")
 KEY = "run"
 UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`.*")
@@ -77,8 +79,8 @@ class Study:
         """Raise `ValueError` if the study sweeps nothing or names an unknown metric."""
         if not self.axes:
             raise ValueError("a study needs a sweep: add --sweep key=value,value")
-        if self.num_seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {self.num_seeds}")
+        if not 1 <= self.num_seeds <= MOST_SEEDS:
+            raise ValueError(f"--seeds must be from 1 to {MOST_SEEDS:,}, got {self.num_seeds}")
         if not self.metrics:
             raise ValueError("metrics is empty: remove it, or name the metrics to draw")
         check_metrics(self.metrics)
