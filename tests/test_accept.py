@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.cli.profile_accept import _decide, _Predicted
+from streamrl.cli.profile_accept import _decide, _Predicted, listen
 from streamrl.executor.profiling.node_benchmarks import find_node, measure_points
 from streamrl.executor.profiling.peer_link import measure_link
 from streamrl.hardware.node_readings import LinkReading, NodePoint, NodeReading
@@ -113,6 +113,12 @@ def test_both_ends_of_a_link_report_the_same_rate() -> None:
         theirs = msgspec.json.decode(other.communicate(timeout=60)[0], type=LinkReading)
     assert ours == theirs
     assert ours.backend == "gloo" and ours.bandwidth > 1e6 and 0 < ours.latency < 0.1
+
+
+@pytest.mark.parametrize("port", [0, 99999])
+def test_a_port_out_of_range_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match=f"PORT must be from 1 to 65535, got {port}"):
+        listen(port)
 
 
 def test_a_peer_that_does_not_answer_is_one_line() -> None:

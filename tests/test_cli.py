@@ -329,6 +329,14 @@ def test_an_error_is_not_written_to_standard_output_if_standard_error_is_closed(
     assert (done.returncode, done.stdout) == (2, "")
 
 
+def test_a_closed_standard_output_is_one_line() -> None:
+    shell = ["sh", "-c", 'exec "$0" -c "$1" explain >&-']
+    words = (sys.executable, "from streamrl.cli import main; main()")
+    done = subprocess.run([*shell, *words], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "standard output is closed" in done.stderr
+
+
 def test_tables_have_no_blanks_at_the_ends_of_lines_where_output_is_no_terminal() -> None:
     done = streamrl("explain")
     assert done.returncode == 0 and len(done.stdout.splitlines()) > 20

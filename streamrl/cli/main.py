@@ -186,6 +186,9 @@ def main() -> None:
     """Run a command; print one line for each error of its input, or why it failed."""
     if sys.stderr is None or _is_read_only(STDERR):  # print would write to standard output instead
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (open until this process ends)
+    if sys.stdout is None:
+        _say("standard output is closed; redirect it, such as with > /dev/null")
+        sys.exit(FAILED)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from streamrl.executor.profiling.node_benchmarks import Node
 
 MINUTES = 10.0
+MOST_PORT = 65_535
 LEFT_FOR_PLAN = 0.2
 """Share of the time that is left for the decode step and the predictions."""
 RESULT, PROFILES = "acceptance.json", "profiles"
@@ -162,6 +163,8 @@ def listen(
     Example: streamrl profile listen 29500
     """
     _check(minutes, 0.0)
+    if not 1 <= port <= MOST_PORT:
+        raise ValueError(f"PORT must be from 1 to {MOST_PORT}, got {port}")
     need_executor("transformers")
     from streamrl.executor.profiling.peer_link import measure_link
 
