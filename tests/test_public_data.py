@@ -175,6 +175,11 @@ def test_the_first_group_of_a_regex_is_compared_with_the_final_answer(tmp_path: 
     assert getattr(sandboxed, "reward", None) == 1.0
 
 
+def test_a_whole_number_of_many_digits_is_an_answer(tmp_path: Path) -> None:
+    row = {"prompt": "10^400?", "answer": 10**400}
+    assert refusal(saved(tmp_path, row), config("exact")) == ""
+
+
 @pytest.mark.parametrize(
     ("scorer", "answer", "says"),
     [

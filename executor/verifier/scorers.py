@@ -128,10 +128,8 @@ def accepted_answers(record: Record) -> list[str]:
 
 def _stated(answer: object) -> list[str]:
     """Return the ways to write one answer: the text after its last marker, or all of it."""
-    is_number = (
-        isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer)
-    )
-    if not isinstance(answer, str) and not is_number:
+    has_value = not isinstance(answer, float) or isfinite(answer)
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not has_value:
         raise ValueError(
             f"the answer must be a text, a number, or a list of them, got {answer!r:.80}"
         )
