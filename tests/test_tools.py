@@ -167,12 +167,13 @@ def test_calls_are_executed_and_errors_are_told_to_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_bytes", "words"), [(2**30, "did not complete an answer"), (2**20, "more than 1 MiB")]
+    ("seconds", "most_bytes", "words"),
+    [(0.5, 2**30, "did not complete an answer"), (60.0, 2**20, "more than 1 MiB")],
 )
 def test_an_answer_over_http_has_a_limit_of_seconds_and_bytes(
-    most_bytes: int, words: str, monkeypatch: pytest.MonkeyPatch
+    seconds: float, most_bytes: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mcp_client, "REQUEST_TIME", 0.5)
+    monkeypatch.setattr(mcp_client, "REQUEST_TIME", seconds)
     monkeypatch.setattr(mcp_client, "MOST_BYTES", most_bytes)
 
     def drip(listener: socket.socket) -> None:
