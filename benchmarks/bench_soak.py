@@ -252,7 +252,8 @@ def _soak(
         process = subprocess.Popen(command, stdout=output, stderr=output)
         lives, seconds = _watch(process, log, most_time or inf)
     text = log.read_text()
-    ledger_line = re.search(r"ledger: .*", text.replace("\n", " "))
+    told = _replay(directory / "run") if process.returncode == ENDED else text
+    ledger_line = re.search(r"ledger: .*", told.replace("\n", " "))
     is_balanced = ledger_line is not None and "does not balance" not in ledger_line[0]
     growth = {name: round(share, 4) for name, share in growth_of(lives, seconds)}
     found = {
@@ -276,6 +277,12 @@ def _soak(
     if not has_ended:
         print(text[-2000:], file=sys.stderr)
     return has_ended and is_balanced and not does_grow
+
+
+def _replay(run: Path) -> str:
+    """Return what `streamrl replay` says of a run that was asked to end: its ledger."""
+    done = subprocess.run([*COMMAND, "replay", str(run)], capture_output=True, text=True)
+    return done.stdout
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path, most_time: float) -> tuple[Lives, float]:
