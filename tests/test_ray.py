@@ -28,7 +28,7 @@ from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.record.restarts import ledger_of_run
 from tests.command_line import streamrl
 from tests.test_end_to_end import RUN_FILE, SYMBOLS
-from tests.test_engine_runs import EASY, FAULTS, MODES, of_trainer
+from tests.test_engine_runs import EASY, FAULTS, MODES, SCORER, of_trainer
 from tests.tiny_model import save_tiny_model
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
@@ -78,7 +78,9 @@ def nodes() -> Iterator[Nodes]:
 def prepare(directory: Path, faults: str = "") -> None:
     save_tiny_model(directory / "model", SYMBOLS)
     (directory / "prompts.jsonl").write_text(json.dumps(EASY) + "\n")
-    (directory / "run.toml").write_text(TWO_POOLS + faults)
+    (directory / "scorer.py").write_text(SCORER)
+    scored = TWO_POOLS.replace('scorer = "exact"', 'scorer = "python:scorer.py:starts_low"')
+    (directory / "run.toml").write_text(scored + faults)
 
 
 def options(address: str, *settings: str) -> list[str]:
