@@ -188,6 +188,7 @@ async def train(role: TrainerRole, calls: Sequence[Sequence[Sample]]) -> tuple[i
 
 
 async def weights_of(role: TrainerRole, version: int, directory: Path) -> Weights:
+    directory.mkdir(exist_ok=True)
     manifest: Manifest = await role.push(version, str(directory))
     assert manifest.buckets
     return {name: tensor.clone() for name, tensor in read_buckets(manifest)}

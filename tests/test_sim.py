@@ -28,6 +28,7 @@ from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.handling import Handling
 from streamrl.sim.replica import Replica
 from streamrl.sim.trainer import Trainer
 from streamrl.sim.transfer import Transfer
@@ -51,6 +52,7 @@ class Bench:
         self.run_file, self.costs = run, costs
         self.env = simpy.Environment()
         self.cores, self.disruptions = Cores(self.env), Disruptions()
+        self.handling = Handling(self.env, self.cores.time_of("handling"), costs.handling_time)
         self.events: list[tuple[float, Event]] = []
         self.jobs: dict[int, Job] = {}
         self.rollouts: dict[int, SimRollout] = {}

@@ -142,6 +142,7 @@ async def make_step(
 
 
 async def weights(trainer: TrainerWorker, version: int, directory: Path) -> Weights:
+    directory.mkdir(exist_ok=True)
     return dict(read_buckets(await trainer.push(version, str(directory))))
 
 
