@@ -268,12 +268,7 @@ class Fleet:
             self.leaving[replica_id] = replica
             self.away[replica_id] = replica.kind
             self.kinds[replica.kind].num_away += 1
-            self._break_promise(replica)
-            self.outdated.pop(replica_id, None)
-            self.idle.pop(replica_id, None)
-            if replica.is_serving:
-                replica.is_serving = False
-                self._leave_version(replica)
+            self._withdraw(replica)
         at = now + warning
         replica.leaves_at = at if replica.leaves_at is None else min(at, replica.leaves_at)
         rest = max(0.0, warning - min(ABORT_TIME, ABORT_SHARE * warning))
@@ -308,12 +303,7 @@ class Fleet:
         """Record that a replica gets no rollouts any more, because the trainer takes its GPUs back."""
         replica = self.lent[replica_id]
         replica.loading = replica.version  # its command is running
-        self._break_promise(replica)
-        self.outdated.pop(replica_id, None)
-        self.idle.pop(replica_id, None)
-        if replica.is_serving:
-            replica.is_serving = False
-            self._leave_version(replica)
+        self._withdraw(replica)
 
     def end_lending(self, replica_id: int) -> None:
         """Record that the trainer has the GPUs of a replica again."""
@@ -403,6 +393,15 @@ class Fleet:
             self._num_promised[version] = self._num_promised.get(version, 0) + 1
         self._changed[replica.id] = replica
         self._find_if_idle(replica)
+
+    def _withdraw(self, replica: Replica) -> None:
+        """Let a replica get no rollouts any more."""
+        self._break_promise(replica)
+        self.outdated.pop(replica.id, None)
+        self.idle.pop(replica.id, None)
+        if replica.is_serving:
+            replica.is_serving = False
+            self._leave_version(replica)
 
     def _break_promise(self, replica: Replica) -> None:
         promised = replica.promised
