@@ -287,8 +287,6 @@ def test_weights_that_replace_others_of_their_version_share_no_prompt_with_them(
         await replica.generate(ask(3, 2))
         assert gap(reference(model, new), after) < 1e-4 < gap(reference(model, lost), after)
 
-    for name in ("lost", "new"):
-        (tmp_path / name).mkdir()
     runner.run(go())
 
 
