@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.executor.chat_template import render
+from streamrl.executor.environment.observation_tokens import ObservationEncoder
 from streamrl.executor.verifier.judge import Judge
 from streamrl.runfile.roles_config import RewardConfig
 from streamrl.runfile.workload_config import SourceConfig, TemplateConfig
@@ -36,6 +37,15 @@ def test_a_template_that_loops_is_refused_in_one_line(monkeypatch: pytest.Monkey
     assert time.monotonic() - began_at < 5 and "\n" not in str(error.value)
     assert render(LoopingTokenizer(), [{"role": "user", "content": "short"}]) == [1]
     time.sleep(0.3)  # no alarm is left
+
+
+def test_a_template_that_loops_over_an_observation_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(render_limit, "RENDER_TIME", 0.2)
+    encoder = ObservationEncoder(LoopingTokenizer(), (), has_chats=True)
+    with pytest.raises(ValueError, match=r"observation: .* takes more than 0\.2 s; it may loop\."):
+        encoder.first([{"role": "user", "content": "loop"}], "seen")
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ prompt }}"

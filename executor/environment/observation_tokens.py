@@ -21,6 +21,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from streamrl.executor.chat_template import render_text
+
 Messages = list[dict[str, Any]]
 MARKER = "q7Zk-turn-of-the-policy"
 """Content of the policy's turn in the rendered chat; no template has this text."""
@@ -111,13 +113,11 @@ class ObservationEncoder:
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._arguments,
-                )
+            return render_text(
+                self._tokenizer,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                **self._arguments,
             )
         except (TemplateError, TypeError, LookupError, ValueError) as error:
             raise ValueError(
