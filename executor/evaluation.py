@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +122,16 @@ def _short_enough(prompts: list[HeldOutPrompt], most: int, overlong: str) -> lis
     return kept
 
 
+class _Output(NamedTuple):
+    """What the policy wrote in a rollout."""
+
+    text: str
+    num_tokens: int
+    is_truncated: bool
+    turns: Mapping[str, object] = MappingProxyType({})
+    """Of an episode; see `turn_facts`."""
+
+
 @dataclass
 class _Running:
     """The evaluation that runs now."""
@@ -211,8 +222,8 @@ class HeldOut:
         record = self._prompts[command.rollout // self._config.samples].record
         scoring = await self._verifier.verify(completion.text, num_tokens, record)
         is_truncated = completion.finish == "length"
-        facts = {"text": completion.text, "num_tokens": num_tokens, "is_truncated": is_truncated}
-        self._enter(command.version, command.rollout, scoring, facts)
+        output = _Output(completion.text, num_tokens, is_truncated=is_truncated)
+        self._enter(command.version, command.rollout, scoring, output)
         return Evaluated(
             command.rollout,
             command.version,
@@ -232,13 +243,11 @@ class HeldOut:
         assert self.episodes is not None, "only an episode is scored by a command of its own"
         scoring = await self.episodes.score(command.rollout, self._verifier)
         if self._running is not None:
-            rollout, facts = command.rollout - HELD_OUT, self.episodes.facts(command.rollout)
-            self._enter(self._running.version, rollout, scoring, facts)
+            rollout, output = command.rollout - HELD_OUT, self.episodes.output(command.rollout)
+            self._enter(self._running.version, rollout, scoring, output)
         return Verified(command.rollout, scoring.reward)
 
-    def _enter(
-        self, version: int, rollout: int, scoring: Scoring, facts: Mapping[str, object]
-    ) -> None:
+    def _enter(self, version: int, rollout: int, scoring: Scoring, output: _Output) -> None:
         """Record a rollout with its reward, and write its line.
 
         Raises:
@@ -249,8 +258,8 @@ class HeldOut:
         running = self._running
         if running is not None and running.version == version:
             running.rewards.append((rollout, scoring.reward))
-            running.tokens.append(int(str(facts["num_tokens"])))
-            running.num_truncated += bool(facts["is_truncated"])
+            running.tokens.append(output.num_tokens)
+            running.num_truncated += output.is_truncated
         prompt, sample = divmod(rollout, self._config.samples)
         self._write_rollout(
             {
@@ -259,7 +268,10 @@ class HeldOut:
                 "sample": sample,
                 "place": self._prompts[prompt].place,
                 "prompt": self._prompts[prompt].record["prompt"],
-                **facts,
+                "text": output.text,
+                "num_tokens": output.num_tokens,
+                "is_truncated": output.is_truncated,
+                **output.turns,
                 "reward": scoring.reward,
                 **({"rewards": dict(scoring.scores)} if scoring.scores else {}),
                 **({} if scoring.fault is None else {"verifier": scoring.fault}),
@@ -389,15 +401,15 @@ class HeldOutEpisodes:
         """Return the reward of an episode; see `EpisodeRunner.score`."""
         return await self.runner.score(number, verifier if self._has_scorer else None)
 
-    def facts(self, number: int) -> dict[str, object]:
-        """Return what evaluation_rollouts.jsonl says of an episode."""
+    def output(self, number: int) -> _Output:
+        """Return what the policy wrote in an episode, with its turns."""
         buffered = self._buffer.rollouts[number]
-        return {
-            "text": self._buffer.reread(number),
-            "num_tokens": buffered.num_tokens,
-            "is_truncated": buffered.is_truncated,
-            **turn_facts(buffered),
-        }
+        return _Output(
+            self._buffer.reread(number),
+            buffered.num_tokens,
+            is_truncated=buffered.is_truncated,
+            turns=turn_facts(buffered),
+        )
 
 
 def say(result: EvaluationResult) -> str:
