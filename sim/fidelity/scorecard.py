@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import exp
 from pathlib import Path
@@ -322,18 +322,17 @@ def _bias(banded: Sequence[Row]) -> str:
     partitions: dict[str, list[Row]] = {}
     for row in free:
         partitions.setdefault(partition_of("steps", row).partition(": ")[2], []).append(row)
-    medians = {name: summarise(some).median for name, some in partitions.items()}
-    worst = max(medians, key=lambda name: medians[name])
+    errors = {name: summarise(some) for name, some in partitions.items()}
+    worst = max(errors, key=lambda name: errors[name].median)
     longer = sum(row.error < 0 for row in free)
     return (
         f"{longer} of {len(free)} whole steps without a fit take longer than predicted. Of whole steps, those of "
-        f"{worst} have the largest median error: {medians[worst]:.1%}. {_met(partitions)}"
+        f"{worst} have the largest median error: {errors[worst].median:.1%}. {_met(errors.values())}"
     )
 
 
-def _met(partitions: Mapping[str, Sequence[Row]]) -> str:
+def _met(errors: Collection[Summary]) -> str:
     """Return how many partitions of whole steps are within the targets: 12 % in median and 25 % at p90."""
-    errors = [summarise(rows) for rows in partitions.values()]
     met = sum(each.median <= 0.12 and each.p90 <= 0.25 for each in errors)
     return f"{met} of {len(errors)} partitions are within 12 % in median and 25 % at p90."
 
