@@ -281,7 +281,7 @@ class RelayedTransfer(TransferRole):
     def _lose(self, place: Site) -> None:
         """Forget a lost relay; the next call that needs it starts another one."""
         place.handle.kill("is lost")
-        shutil.rmtree(place.directory, ignore_errors=True)  # a writer may have created it again
+        shutil.rmtree(place.directory, ignore_errors=True)  # a writer may have been at work there
         if self._near is place:
             self._near = None
             self._parcels.clear()
