@@ -82,6 +82,7 @@ WORLDS = {"streamrl.sim", "streamrl.executor"}
 RESULTS = {
     "streamrl.sim.acceptance.result",
     "streamrl.sim.diagnosis.result",
+    "streamrl.sim.jobs.plan",
     "streamrl.sim.planner.plan",
     "streamrl.sim.studies.results",
     "streamrl.sim.fidelity.paper_figure",
@@ -208,7 +209,8 @@ ROOMS = (
     ),
     "executor.run_log",
     *("executor.colocation", "executor.subscribers", "executor.world", "executor.execute"),
-    *("sim.acceptance", "sim.calibration", "sim.diagnosis", "sim.planner", "sim.studies"),
+    *("sim.acceptance", "sim.calibration", "sim.diagnosis", "sim.planner", "sim.jobs"),
+    "sim.studies",
     *("sim.fidelity", "doctor"),
     *("sim.checkup", "executor.checkup", "executor.profiling", "report", "cli", "api"),
 )

@@ -34,6 +34,7 @@ from streamrl.runfile.config import CheckpointsConfig, CostsConfig, ExecuteConfi
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import Allowed, Bounds, OneOf, RunError, raise_all, say, shown
 from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.jobs_config import MOST_SHARES, JobConfig, ScheduleConfig
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
 from streamrl.runfile.list_prices import list_price, list_prices_of, providers
 from streamrl.runfile.plan_config import PlanConfig
@@ -100,6 +101,11 @@ def find_errors(table: object) -> Iterator[RunError]:
     yield from _value_errors({**table, TRAINER: leader}, Run, "")
     for trainer, follower in enumerate(followers, start=1):
         yield from _value_errors(follower, SecondaryTrainerConfig, trainer_key(trainer))
+
+
+def find_section_errors(table: object, kind: type[Section]) -> Iterator[RunError]:
+    """Yield all errors in keys and types of a table that has the keys of a section."""
+    yield from _value_errors(table, kind, "")
 
 
 def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iterator[RunError]:
@@ -577,6 +583,18 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "budget": POSITIVE,
         "threads": Bounds(1, MOST_THREADS),
     },
+    JobConfig: {
+        "priority": Bounds(0, 10**6, excludes_least=True),
+        "deadline": POSITIVE,
+        "submitted": SECONDS,
+    },
+    ScheduleConfig: {
+        "shares": Bounds(1, MOST_SHARES),
+        "slice": Bounds(60, 1e7),
+        "storage_bandwidth": POSITIVE,
+        "start_time": SECONDS,
+        "time_limit": POSITIVE,
+    },
     CheckpointsConfig: {"keep_last": Bounds(2), "keep_best": Bounds(0)},
     SimulateConfig: {"interval": POSITIVE_SHARE, "max_steps": Bounds(1)},
     FailuresConfig: {"per_gpu_day": Bounds(0)},
@@ -605,7 +623,7 @@ def check_bounds(sections: Iterable[tuple[str, Section]]) -> None:
 def sections_of(run: Run) -> Iterator[tuple[str, Section]]:
     """Yield a run and every section of it, with their keys."""
     followers = enumerate(run.followers, start=1)
-    return chain(_sections(run), *(_sections(each, trainer_key(at)) for at, each in followers))
+    return chain(sections_in(run), *(sections_in(each, trainer_key(at)) for at, each in followers))
 
 
 def code_of(sections: Iterable[tuple[str, Section]]) -> Iterator[str]:
@@ -633,20 +651,20 @@ def _bounds_error(key: str, value: object, bounds: Bounds) -> RunError:
     return RunError(key, value, bounds, f"{key} must be {allowed}, got {quantity_text(value)}")
 
 
-def _sections(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
+def sections_in(place: object, key: str = "") -> Iterator[tuple[str, Section]]:
     """Yield a section and all that are in it, in tables and lists too, with their keys."""
     match place:
         case Section():
             yield key, place
             for name in place.__struct_fields__:
                 if name != FOLLOWERS:
-                    yield from _sections(getattr(place, name), join_key(key, name))
+                    yield from sections_in(getattr(place, name), join_key(key, name))
         case dict():
             for name, entry in place.items():
-                yield from _sections(entry, join_key(key, name))
+                yield from sections_in(entry, join_key(key, name))
         case list() | tuple():
             for index, entry in enumerate(place):
-                yield from _sections(entry, join_key(key, index))
+                yield from sections_in(entry, join_key(key, index))
 
 
 @cache

@@ -175,7 +175,11 @@ def load_offer(source: Path | str | Mapping[str, Any], overrides: Changes = ()) 
 
     Start values that every plan replaces, such as replicas and degrees, need not fit or be there.
     """
-    table, base = _read_source(source, overrides)
+    return make_offer(*_read_source(source, overrides))
+
+
+def make_offer(table: dict[str, Any], base: Path = Path()) -> Offer:
+    """Make an offer from a table as TOML gives it; relative paths start at `base`."""
     table = in_full(table)
     absent = fill_start(table)
     stated = convert_run(table, base)
