@@ -4,7 +4,7 @@
 #SBATCH --exclusive
 # Executes a run file on a Ray cluster of this job's nodes: sbatch --nodes=4 --gpus-per-node=8 examples/clusters/slurm.sh run.toml
 # POOLS names the run file's pools: one for the whole job, or one for each component of a heterogeneous job. The first
-# component has the head; it should be the trainer's.
+# component has the head; it should be the trainer's. Further arguments go to `streamrl execute`.
 set -euo pipefail
 run_file=$1
 port=${RAY_PORT:-6379}
@@ -40,4 +40,4 @@ for ((component = 0; component < components; component++)); do
 done
 total=$(for ((component = 0; component < components; component++)); do nodes_of "$component"; done | wc -l)
 until [ "$(ray list nodes --address="$head:$port" --filter state=ALIVE --format json 2>/dev/null | grep -c '"node_id"')" -ge "$total" ]; do sleep 2; done
-exec streamrl execute "$run_file" --set execute.launcher=ray --set execute.ray_address="$head:$port"
+exec streamrl execute "$run_file" --set execute.launcher=ray --set execute.ray_address="$head:$port" "${@:2}"

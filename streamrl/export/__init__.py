@@ -1,4 +1,4 @@
-"""Write a plan as launch arguments of another framework.
+"""Write a plan as launch arguments of another framework, and a schedule of several jobs for Slurm, Ray or Kueue.
 
 Read these files first:
 
@@ -6,6 +6,7 @@ Read these files first:
 - `option_table.py`: the options of a framework, as profiles/frameworks/options/NAME.toml describes them.
 - `planned_values.py`: values and facts of a plan, under the names that these tables use.
 - `layout_rules.py`: trainer layouts for which no script is written.
+- `job_scripts.py`: a schedule of several jobs as Slurm jobs, Ray jobs or objects of Kueue.
 
 Rules:
 
