@@ -9,19 +9,24 @@ import pytest
 
 from streamrl.runfile.examples import describe_example, example_names
 from streamrl.runfile.files import load_run
+from streamrl.runfile.jobs_file import load_jobs
 from tests.command_line import streamrl
 
 
 def test_every_run_file_is_listed_with_a_sentence() -> None:
     listed = json.loads(streamrl("examples", "list", "--json").stdout)
     stored = Path(__file__).parents[1] / "examples"
-    files = [*stored.glob("*.toml"), *stored.glob("layouts/*.toml"), *stored.glob("studies/*.toml")]
+    folders = ("", "layouts/", "studies/", "clusters/")
+    files = [path for folder in folders for path in stored.glob(f"{folder}*.toml")]
     assert set(listed) == {str(path.relative_to(stored).with_suffix("")) for path in files}
     assert all(listed.values())
     assert describe_example("plan-7b") == "Which GPUs for Qwen2.5-7B?"
 
 
-@pytest.mark.parametrize("name", [name for name in example_names() if "studies/" not in name])
+RUN_FILES = [name for name in example_names() if not name.startswith(("studies/", "clusters/"))]
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_a_copied_run_file_loads(name: str, tmp_path: Path) -> None:
     result = streamrl("examples", "copy", name, "-o", tmp_path / "mine")
     assert result.returncode == 0, result.stderr
@@ -40,6 +45,13 @@ def test_files_that_an_example_names_are_copied_too(tmp_path: Path) -> None:
     streamrl("examples", "copy", "studies/bandwidth", "-o", tmp_path)
     assert (tmp_path / "studies" / "bandwidth.toml").is_file()
     assert (tmp_path / "h20-h800.toml").is_file()
+
+
+def test_a_copied_cluster_file_loads_with_the_run_files_of_its_jobs(tmp_path: Path) -> None:
+    streamrl("examples", "copy", "clusters/two-jobs", "-o", tmp_path)
+    jobs = load_jobs(tmp_path / "clusters" / "two-jobs.toml")
+    assert [job.config.name for job in jobs.jobs] == ["math", "code"]
+    assert describe_example("clusters/two-jobs").startswith("Two trainings of Qwen2.5-7B")
 
 
 def test_a_copy_never_replaces_a_file(tmp_path: Path) -> None:

@@ -24,9 +24,12 @@ from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.recorded_rollouts import read_rollouts
 from streamrl.ranker.text_ranker import read_ranker
 from streamrl.report.against_report import read_comparison
+from streamrl.report.jobs_report import jobs_report
 from streamrl.report.study_report import read_study
+from streamrl.runfile.jobs_file import load_jobs
 from streamrl.runfile.list_prices import PRICES, read_sheets
 from streamrl.runfile.result_files import check_results, write_results
+from streamrl.sim.jobs.plan import plan_data, read_cluster_plan
 from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
 from streamrl.workload.workload import SimulatedWorkload
@@ -37,6 +40,7 @@ from tests.runs import small_run
 from tests.test_agent_logs import EVENTS, MESSAGES, STEPS, TIMED
 from tests.test_calibration_file import FACTORS
 from tests.test_fuzz import as_json, as_table, fresh, refusing
+from tests.test_job_schedule import made_plan
 from tests.test_kept_tokens import record
 from tests.test_plan import few, planned
 from tests.test_sweep import ROW
@@ -166,6 +170,32 @@ def test_a_plan_reads_back_equal_or_is_refused(place: Path, data: st.DataObject)
     else:
         path.write_bytes(as_json(data.draw(altered(json.loads(path.read_bytes())))))
     refusing(lambda: read_plan(path))
+
+
+ROOT = Path(__file__).parent.parent
+CLUSTER = as_table(ROOT / "examples" / "clusters" / "two-jobs.toml")
+
+
+@fuzzed(SHARE)
+@given(altered(CLUSTER))
+def test_a_cluster_file_is_read_or_refused(place: Path, table: dict[str, Any]) -> None:
+    path = fresh(place) / "cluster.toml"
+    for run in ("h20-h800.toml", "colocated.toml"):
+        copied = place / run
+        copied.exists() or copied.write_bytes((ROOT / "examples" / run).read_bytes())
+    try:
+        path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    except (TypeError, ValueError):
+        return
+    refusing(lambda: load_jobs(path))
+
+
+@fuzzed(SHARE)
+@given(mangled(plan_data(made_plan())) | altered(json.loads(plan_data(made_plan()))).map(as_json))
+def test_a_plan_of_several_jobs_is_read_or_refused(place: Path, data: bytes) -> None:
+    path = fresh(place) / "cluster.json"
+    path.write_bytes(data)
+    refusing(lambda: jobs_report(read_cluster_plan(path)))
 
 
 @fuzzed(SHARE)

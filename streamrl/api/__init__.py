@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from streamrl.record.timeline import read_timeline
     from streamrl.report.against_report import against_report
     from streamrl.report.bubbles import bubble_notes, bubble_table, read_bubbles
-    from streamrl.report.figures import bubble_figure, timeline_figure
+    from streamrl.report.figures import bubble_figure, jobs_figure, timeline_figure
+    from streamrl.report.jobs_report import jobs_report
     from streamrl.report.page.page import report_html as report
     from streamrl.report.plan_report import plan_report
     from streamrl.report.profile_report import comparison_table as generation_comparison
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from streamrl.report.study_report import write_study
     from streamrl.runfile.config import Run
     from streamrl.runfile.files import change_run, load_offer, load_run, write_run
+    from streamrl.runfile.jobs_file import load_jobs
+    from streamrl.sim.jobs.plan import read_cluster_plan
+    from streamrl.sim.jobs.planner import plan_jobs
     from streamrl.sim.planner.plan import Plan, read_plan, write_plan
     from streamrl.sim.steady_state import simulate_steady as simulate
     from streamrl.sim.studies.comparison import compare_runs
@@ -52,6 +56,11 @@ PLACES = {
     "read_plan": "streamrl.sim.planner.plan:read_plan",
     "write_plan": "streamrl.sim.planner.plan:write_plan",
     "plan_report": "streamrl.report.plan_report:plan_report",
+    "load_jobs": "streamrl.runfile.jobs_file:load_jobs",
+    "plan_jobs": "streamrl.sim.jobs.planner:plan_jobs",
+    "read_cluster_plan": "streamrl.sim.jobs.plan:read_cluster_plan",
+    "jobs_report": "streamrl.report.jobs_report:jobs_report",
+    "jobs_figure": "streamrl.report.figures:jobs_figure",
     "simulate": "streamrl.sim.steady_state:simulate_steady",
     "sweep": "streamrl.api.studies:sweep",
     "write_study": "streamrl.report.study_report:write_study",
@@ -96,6 +105,9 @@ __all__ = [
     "generation_comparison",
     "generation_figure",
     "generation_notes",
+    "jobs_figure",
+    "jobs_report",
+    "load_jobs",
     "load_model",
     "load_offer",
     "load_run",
@@ -103,8 +115,10 @@ __all__ = [
     "metrics_table",
     "operator_efficiency",
     "plan",
+    "plan_jobs",
     "plan_report",
     "read_bubbles",
+    "read_cluster_plan",
     "read_plan",
     "read_stream",
     "read_timeline",

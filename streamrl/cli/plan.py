@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +34,7 @@ from streamrl.cli.init import (
 )
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.output import echo
-from streamrl.cli.progress import make_progress
+from streamrl.cli.progress import plan_progress
 from streamrl.cli.shared import (
     AsJson,
     Intervals,
@@ -54,6 +54,7 @@ from streamrl.report.run_tables import headline
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_offer, run_text
 from streamrl.runfile.formatting import format_duration
+from streamrl.runfile.jobs_file import is_cluster_file
 from streamrl.runfile.paths import check_no_directory, paths_of
 from streamrl.runfile.result_files import write_file, write_results
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
@@ -74,7 +75,10 @@ from streamrl.targets.verdicts import TARGETS
 def plan(
     run_file: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN.toml", help="The run file; or give --model and --gpus."),
+        typer.Argument(
+            metavar="RUN.toml",
+            help="The run file, or a cluster file with several jobs; or give --model and --gpus.",
+        ),
     ] = None,
     overrides: Overrides = None,
     output: Annotated[
@@ -92,7 +96,8 @@ def plan(
         typer.Option(
             "--export",
             metavar="NAME",
-            help="Also write NAME.sh, the launch arguments of verl, nemo-rl, slime or openrlhf.",
+            help="Also write NAME.sh, the launch arguments of verl, nemo-rl, slime or openrlhf. For a cluster file: "
+            "its schedule for slurm, ray or kueue.",
         ),
     ] = None,
     target: Annotated[
@@ -151,13 +156,30 @@ def plan(
 
     Without a run file, --model and --gpus are enough. A first answer then comes within seconds.
 
+    A cluster file has several jobs that share GPUs. The plan says which job gets which GPUs when, and what each job
+    takes and costs.
+
     Example: streamrl plan examples/plan-7b.toml --set plan.objective=step-time -o plans/7b
     Example: streamrl plan examples/plan-7b.toml --for verl -o plans/verl
     Example: streamrl plan examples/plan-7b.toml -o plans/7b --take 2
     Example: streamrl plan --model Qwen/Qwen3-8B --gpus 16xH100@2.20 --mean-tokens 6k --max-tokens 32k
+    Example: streamrl plan examples/clusters/two-jobs.toml -o plans/jobs --export slurm
     """
     stated = stated_of(locals())
     check_alone(run_file, stated)
+    if run_file is not None and is_cluster_file(run_file):
+        refused = {
+            "--for": target,
+            "--take": number,
+            "--details": details,
+            "--intervals": intervals,
+        }
+        _check_run_alone(run_file, [name for name, value in refused.items() if value])
+        from streamrl.cli.plan_jobs import plan_cluster
+
+        changes = list(overrides or ())
+        plan_cluster(run_file, changes, output, export, ray, force=force, as_json=as_json)
+        return
     question = None if run_file else question_of(stated)
     changes = [*(overrides or ()), *_target_changes(target)]
     run, has_own = _offer_of(run_file, question, changes)
@@ -183,7 +205,7 @@ def plan(
                 print_first_answer(answer, question, stated)
                 limit = format_duration(run.plan.time_limit)
                 echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
-            with _progress() as watch, simulating_on(ray):
+            with plan_progress() as watch, simulating_on(ray):
                 planned = make_plan(run, watch, shows_own=has_own, first=first)
             if not as_json:
                 stdout_console().print(
@@ -201,6 +223,14 @@ def plan(
             _print_next(output, planned.plan, details=details)
         if other is not None and output is not None:
             _export(planned, other, output, as_json=as_json)
+
+
+def _check_run_alone(path: Path, options: list[str]) -> None:
+    """Refuse options that apply to a single run."""
+    if options:
+        raise ValueError(
+            f"{options[0]} applies to a run file, and {path} is a cluster file; remove it"
+        )
 
 
 def _source_of(
@@ -325,15 +355,3 @@ def _export(planned: Planned, other: ExportName, output: Path, *, as_json: bool)
     write_file(path, script)
     if not as_json:
         SafeConsole(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, str], None]]:
-    """Show the progress of a search, which calls what this yields."""
-    with make_progress() as progress:
-        task = progress.add_task("plan", total=None, facts="screening")
-
-        def watch(done: int, what: str) -> None:
-            progress.update(task, completed=done, facts=what)
-
-        yield watch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
 from rich.progress import (
@@ -30,6 +31,18 @@ def make_progress() -> Progress:
     if not console.is_terminal:
         return PlainProgress()
     return Progress(*bar_columns(), console=console)
+
+
+@contextmanager
+def plan_progress() -> Iterator[Callable[[int, str], None]]:
+    """Show the progress of a search, which calls what this yields."""
+    with make_progress() as progress:
+        task = progress.add_task("plan", total=None, facts="screening")
+
+        def watch(done: int, what: str) -> None:
+            progress.update(task, completed=done, facts=what)
+
+        yield watch
 
 
 def bar_columns() -> list[ProgressColumn]:

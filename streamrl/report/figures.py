@@ -12,11 +12,13 @@ from streamrl.record.chrome_trace import CHROME_TRACE, chrome_trace
 from streamrl.record.metrics import Metrics, measure
 from streamrl.report.bubbles import Bubbles
 from streamrl.report.pictures.drawing import Picture
+from streamrl.report.pictures.jobs_timeline import Block, Lane, jobs_picture
 from streamrl.report.pictures.stacked_bars import bubbles_picture, shares_picture
 from streamrl.report.pictures.step_timeline import Steps, timeline_picture
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_table import MetricTable
 from streamrl.runfile.result_files import replacing
+from streamrl.sim.jobs.plan import ClusterPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,6 +60,30 @@ def study_figure(
 ) -> Figure:
     """Draw one metric of a study above sentences with its findings; write a .png or .svg file to a path."""
     return _draw(study_picture("study", table, title, "\n".join(sentences)), path)
+
+
+def jobs_figure(plan: ClusterPlan, path: Path | str | None = None) -> Figure:
+    """Draw the GPUs of each job over time for all ways of sharing; write a .png or .svg file to a path."""
+    gpus = [{each.share: sum(each.gpus.values()) for each in job.shares} for job in plan.jobs]
+    lanes = [
+        Lane(
+            f"{option.name} *" if option.name == plan.chosen else option.name,
+            [
+                Block(
+                    each.job,
+                    each.start,
+                    each.end,
+                    gpus[each.job][each.share],
+                    each.kind == "switch",
+                )
+                for each in option.stretches
+            ],
+        )
+        for option in plan.options
+    ]
+    title = f"GPUs of each job by way of sharing (* chosen: {plan.chosen})"
+    names = [job.name for job in plan.jobs]
+    return _draw(jobs_picture("jobs", title, names, lanes, sum(plan.gpus.values())), path)
 
 
 def _default_steps(metrics: Metrics) -> Steps:

@@ -14,7 +14,7 @@ from streamrl.runfile.result_files import write_files
 PACKAGE = Path(__file__).parents[1]
 SCHEMA = re.compile(r"\A#:schema .*\n")
 """The line for editors, which names a file of the checkout."""
-COPIED = ("", "layouts", "studies")
+COPIED = ("", "layouts", "studies", "clusters")
 """Folders of the run files and scripts that can be copied."""
 
 
@@ -33,7 +33,7 @@ def examples_folder() -> Path:
 
 
 def example_names() -> list[str]:
-    """Return the names of all run files and studies: `plan-7b`, `studies/bandwidth`."""
+    """Return the names of all run files, studies and cluster files: `plan-7b`, `studies/bandwidth`."""
     return [_name_of(path) for path in _files() if path.suffix == ".toml"]
 
 

@@ -22,6 +22,7 @@ from streamrl.runfile.choices import choices_of
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import OneOf, RunError, say
 from streamrl.runfile.field_checks import allowed_by, bounds_of, is_section, origin_of, without_none
+from streamrl.runfile.jobs_config import ClusterFile
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, join_key, split_key
 from streamrl.runfile.roles_config import AlgorithmChanges
 from streamrl.runfile.section import Section
@@ -37,6 +38,8 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "failures": ("plan", "simulate"),
     "faults": ("simulate", "execute"),
     "execute": ("execute",),
+    "jobs": ("plan",),
+    "schedule": ("plan",),
 }
 """Commands that use the keys of a section; all of `ALL` for other sections."""
 SIMULATED = re.compile(r"Simulated\b")
@@ -167,6 +170,13 @@ def tables() -> tuple[Table, ...]:
     return tuple(_tables(Run, "", ""))
 
 
+@cache
+def cluster_tables() -> tuple[Table, ...]:
+    """Return the tables that only a cluster file has; its `[cluster]` is that of a run file."""
+    found = _tables(ClusterFile, "", "")
+    return tuple(table for table in found if table.name and not table.name.startswith("cluster"))
+
+
 def find(name: str) -> Table | Key:
     """Return what a dotted key names, such as `rollout.max_running`, `cluster.pools.h20.price` or `rollout`.
 
@@ -186,7 +196,7 @@ def find(name: str) -> Table | Key:
 
 
 def _everything() -> Iterator[Table | Key]:
-    for table in tables():
+    for table in (*tables(), *cluster_tables()):
         if table.name:
             yield table
         yield from table.keys
@@ -417,9 +427,18 @@ wrote FILE. The extensions Even Better TOML and Taplo read it.
 """
 
 
+OF_CLUSTER_FILES = """## Keys of a cluster file
+
+A cluster file has several jobs that share GPUs ([jobs.md](jobs.md)). Its `[cluster]` is that of a run file. Paths are relative
+to the cluster file.
+"""
+
+
 def reference_markdown() -> str:
     """Return the page of all keys, as Markdown."""
-    return "\n".join([INTRODUCTION, *(line for table in tables() for line in _table_lines(table))])
+    lines = (line for table in tables() for line in _table_lines(table))
+    others = (line for table in cluster_tables() for line in _table_lines(table))
+    return "\n".join([INTRODUCTION, *lines, OF_CLUSTER_FILES, *others])
 
 
 def _table_lines(table: Table) -> Iterator[str]:
