@@ -1,10 +1,6 @@
-"""A simulated replica: continuous batching, and admission of rollouts to a bounded KV cache.
+"""A simulated replica: continuous batching of rollouts in a bounded KV cache.
 
-Two admission policies decide which queued rollouts join the batch:
-
-- on-demand: if its current tokens fit. If the cache fills up later, a rollout is preempted and
-  recomputed.
-- reserve: if the maximum length of all running rollouts fits. Fewer run, and none is preempted.
+Which queued rollouts join the batch depends on the KV cache (`streamrl.sim.kv_cache`).
 
 Between two changes of the batch, every running rollout gains one token per decode step. So the time
 of n steps has a closed form, and a rollout of any length costs only a few events:
@@ -13,17 +9,19 @@ of n steps has a closed form, and a rollout of any length costs only a few event
 
 With an environment an attempt is one turn of an episode. The context of an episode stays in the
 prefix cache while its environment acts (`streamrl.sim.prefix_cache`).
+
+A prefill replica only prefills, in passes of one chunk, and keeps each context until a decode
+replica has received it (`streamrl.sim.kv_transfer`). Its prefix cache keeps prompts too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from math import ceil, sqrt
-from typing import Any, Protocol, TypeAlias, assert_never
+from typing import Any, TypeAlias
 
-import msgspec
 import simpy
 
 from streamrl.engine.messages import (
@@ -39,211 +37,12 @@ from streamrl.engine.messages import (
     TakenBack,
     WeightsLoaded,
 )
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.hardware.memory import PREFILL_CHUNK
 from streamrl.sim.costs.cache_transfer import HostCache
+from streamrl.sim.kv_cache import Attempt, KvCache, choose_admission
+from streamrl.sim.kv_transfer import Arrivals, Handover
 from streamrl.sim.prefix_cache import PrefixCache
-from streamrl.sim.world_interface import Reached, SimRollout, WorldInterface
-from streamrl.workload.episodes import Episode
-
-
-class Attempt(msgspec.Struct, eq=False):
-    """One `Generate` command on this replica."""
-
-    rollout: int
-    prefix: int
-    """Key of the shared prompt: the group, or the rollout itself if the back end shares no
-    prefixes.
-    """
-    priority: int
-    prompt_tokens: int
-    begun_with: int
-    """Output tokens that it already had when it arrived."""
-    done: int
-    """Output tokens so far, counted when it joined the batch."""
-    length: int
-    """Output tokens when it is finished."""
-    brings_cache: bool = False
-    """Whether its KV cache is transferred from another replica instead of being recomputed."""
-    finish_at: int = 0
-    """Decode step of the replica in which it finishes."""
-    version: int = 0
-    began_at: float | None = None
-    prefill_time: float = 0.0
-    computed: int = 0
-    """Tokens of its prefix that are already prefilled while it waits for the rest."""
-    observed: int = 0
-    """Tokens of observations among its context."""
-    new: int = 0
-    """Tokens of the last observation, if no replica has computed it before."""
-    is_cut: bool = False
-    """Whether this turn ends at the maximum context."""
-    reached: Reached | None = None
-    cached: int | None = None
-    """Tokens of its context that the prefix cache had; None before it was asked."""
-    recompute_time: float = 0.0
-
-    @classmethod
-    def of(cls, command: Generate, drawn: SimRollout, *, shares_prefixes: bool) -> Attempt:
-        """Return the attempt for a command."""
-        attempt = cls(
-            rollout=command.rollout,
-            prefix=drawn.group if shares_prefixes else command.rollout,
-            priority=command.priority,
-            prompt_tokens=drawn.prompt_tokens,
-            begun_with=command.prefix,
-            done=command.prefix,
-            length=drawn.length,
-            brings_cache=command.brings_cache,
-        )
-        if drawn.episode is not None:
-            attempt.begin_turn(command.turn, command.observed, drawn.episode)
-            attempt.reached = drawn.reached
-        return attempt
-
-    def begin_turn(self, turn: int, observed: int, episode: Episode) -> None:
-        """Set what the turn after `turn` answered ones consists of."""
-        self.observed, self.length = observed, episode.ends[turn]
-        self.is_cut = episode.is_cut and turn + 1 == episode.num_turns
-        if turn and self.done == episode.ends[turn - 1]:
-            self.new = episode.observations[turn - 1]
-
-    @property
-    def own(self) -> int:
-        """Context tokens after the prompt."""
-        return self.observed + self.done
-
-    @property
-    def ahead(self) -> int:
-        """Context tokens minus the replica's step number; constant while the rollout runs."""
-        return self.prompt_tokens + self.observed + self.length - self.finish_at
-
-    def ended(
-        self, finish: Finish, now: float, cache_use: float | None = None, num_preempted: int = 0
-    ) -> Generated:
-        """Return the event of its end at `now` seconds, with the replica's cache statistics."""
-        began_at = self.began_at
-        run_time = 0.0 if began_at is None else now - began_at
-        event = Generated(
-            self.rollout,
-            self.done,
-            finish,
-            self.version,
-            run_time,
-            self.prefill_time,
-            cache_use,
-            num_preempted,
-        )
-        if self.reached is None:
-            return event
-        times = {"cached_tokens": self.cached or 0, "recompute_time": self.recompute_time}
-        turn: Generated = msgspec.structs.replace(event, **times)
-        return turn
-
-
-@dataclass(slots=True, eq=False)
-class KvCache:
-    """Counts the tokens in a replica's KV cache; a shared prompt counts once."""
-
-    capacity: int
-    """Tokens that fit."""
-    held: int = 0
-    num_rollouts: int = 0
-    prompt_tokens: int = 0
-    """Tokens of all cached prompts, each counted once."""
-    unused: PrefixCache | None = None
-    """Contexts that no rollout reads now; None without an environment or prefix caching."""
-    sharing: dict[int, int] = field(default_factory=dict)
-    """Running rollouts by prefix; the first one of a group prefills the prompt for all."""
-
-    @property
-    def use(self) -> float:
-        """Share of the capacity that is in use."""
-        return self.held / self.capacity
-
-    def enter(self, attempt: Attempt, tokens: int) -> None:
-        """Add a rollout that joins the batch with `tokens` new tokens, including its prompt if it was missing."""
-        prefix, sharing = attempt.prefix, self.sharing
-        siblings = sharing.get(prefix, 0)
-        if not siblings:
-            self.prompt_tokens += attempt.prompt_tokens
-        sharing[prefix] = siblings + 1
-        self.num_rollouts += 1
-        self.held += tokens
-        if self.unused is not None:
-            self.make_room()
-
-    def make_room(self) -> None:
-        """Evict unused contexts, until the memory holds those of running rollouts."""
-        assert self.unused is not None, "only a prefix cache is evicted"
-        self.unused.shrink(self.capacity - self.held)
-
-    def find(self, attempt: Attempt) -> int:
-        """Return the tokens of a rollout's context that are cached, beside a prompt that others share now.
-
-        From now on they count as those of the rollout.
-        """
-        if self.unused is None:
-            return 0
-        prompt = 0 if attempt.prefix in self.sharing else attempt.prompt_tokens
-        return self.unused.take(attempt.prefix, attempt.rollout, prompt)
-
-    def leave(self, attempt: Attempt, own: int) -> None:
-        """Free the `own` tokens of a rollout, and the prompt if no other rollout shares it."""
-        self.held -= own
-        self.num_rollouts -= 1
-        sharing, prefix, unused = self.sharing, attempt.prefix, self.unused
-        if unused is not None:
-            unused.keep_own(attempt.rollout, own)
-        siblings = sharing[prefix] - 1
-        if siblings:
-            sharing[prefix] = siblings
-            return
-        del sharing[prefix]
-        prompt_tokens = attempt.prompt_tokens
-        self.held -= prompt_tokens
-        self.prompt_tokens -= prompt_tokens
-        if unused is not None:
-            unused.keep_prompt(prefix, prompt_tokens)
-
-
-class Admission(Protocol):
-    """Decides which rollouts may join the batch."""
-
-    def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
-        """Return whether a rollout may join that prefills `fresh` tokens while `riding` others each make a token."""
-        ...
-
-
-class OnDemand:
-    """Admits a rollout if its current tokens and the one of its prefill fit."""
-
-    def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
-        """Return whether the current tokens fit."""
-        return cache.held + riding + fresh + 1 <= cache.capacity
-
-
-class Reserve:
-    """Reserves space for `max_tokens` of every running rollout."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-
-    def has_room(self, cache: KvCache, attempt: Attempt, fresh: int, riding: int) -> bool:
-        """Return whether the maximum length of all rollouts fits."""
-        prompt = fresh - attempt.done
-        longest = (cache.num_rollouts + 1) * self._max_tokens
-        return cache.prompt_tokens + prompt + longest <= cache.capacity
-
-
-def choose_admission(rollout: RolloutConfig) -> Admission:
-    """Return the admission policy that the run file names."""
-    match rollout.admission:
-        case "on-demand":
-            return OnDemand()
-        case "reserve":
-            return Reserve(rollout.max_tokens)
-        case _:
-            assert_never(rollout.admission)
+from streamrl.sim.world_interface import WorldInterface
 
 
 def _prefix_cache(host: HostCache | None) -> PrefixCache:
@@ -271,8 +70,12 @@ class Replica:
         version: int,
         kind: int = 0,
         emit: Emit | None = None,
+        handover: Handover | None = None,
     ) -> None:
-        """Start a replica of a kind with weights `version`; events go to `emit`, or directly to the world."""
+        """Start a replica of a kind with weights `version`; events go to `emit`, or directly to the world.
+
+        `handover` has the contexts of prefill replicas, if the run has any.
+        """
         self._env = around.env
         self._time = around.cores.time_of("generating")
         self._costs = around.costs.of_kind(kind)
@@ -306,7 +109,21 @@ class Replica:
         padded.
         """
         self._has_turns = around.run_file.environment is not None
-        is_kept = self._has_turns and self._shares_prefixes
+        self._handover = handover
+        self._prefills = kind in around.run_file.rollout.prefill_kinds
+        self._receiving: dict[int, Attempt] = {}
+        """Rollouts whose contexts come from prefill replicas."""
+        self._kept: dict[int, Attempt] = {}
+        """Rollouts whose contexts are prefilled, until decode replicas have received them."""
+        self._arrivals: Arrivals | None = None
+        if handover is not None and not self._prefills:
+            self._arrivals = Arrivals(
+                handover, (replica_id, kind), self._notice, self._compute_again
+            )
+        own = self._costs.tokens_per_pass
+        self._tokens_per_pass = min(own, PREFILL_CHUNK) if self._prefills else own
+        self._reuses_contexts = self._has_turns or self._prefills
+        is_kept = self._reuses_contexts and self._shares_prefixes
         unused = _prefix_cache(self._costs.host_cache) if is_kept else None
         self._cache = KvCache(self._costs.kv_capacity, unused=unused)
         self._admission = choose_admission(rollout)
@@ -372,6 +189,7 @@ class Replica:
             for attempt in list(self._running.values()):
                 self._leave(attempt)
                 self._queued[attempt.rollout] = attempt
+            self._queued.update(self._receiving)
             self.process.interrupt("stopped")
         self.has_stopped = True
         self._is_decoding = False  # so that nothing wakes it up
@@ -390,11 +208,16 @@ class Replica:
             while True:
                 if self._aborted:
                     self._end_aborted()
+                if self._arrivals:
+                    self._join_arrived(self._arrivals)
                 if self._change is not None and self._may_change(self._change):
                     yield from self._make_change(self._change)
                 elif self._queue and (prefill_time := self._admit()) is not None:
                     yield self._time.work(prefill_time)
-                    self._end_finished()
+                    if self._prefills:
+                        self._keep_prefilled()
+                    else:
+                        self._end_finished()
                 elif not self._running:
                     self._idle = self._env.event()
                     yield self._idle
@@ -418,7 +241,7 @@ class Replica:
 
     def _may_change(self, command: LoadWeights | Lend | TakeBack) -> bool:
         is_in_flight = isinstance(command, LoadWeights) and not command.drain
-        return is_in_flight or not self._running
+        return is_in_flight or not (self._running or self._arrivals)
 
     def _make_change(
         self, command: LoadWeights | Lend | TakeBack
@@ -431,6 +254,8 @@ class Replica:
         seconds = self._seconds_of(command)
         yield self._time.work(seconds)
         self._change = None
+        if self._kept and isinstance(command, LoadWeights) and command.drain:
+            self._own_handover.flush(self.id)
         if self._cache.unused is not None:
             self._cache.unused.clear()
         if isinstance(command, TakeBack):
@@ -457,8 +282,11 @@ class Replica:
         running, queue, queued = self._running, self._queue, self._queued
         cache, has_room, rides_along = self._cache, self._admission.has_room, self._rides_along
         tokens, again, pairs, num_prefixes, step_time, transfer_time = 0, 0, 0.0, 0, 0.0, 0.0
+        num_new = 0 if self._prefills else 1
         places = self._max_running - self._num_stale_slots()
-        budget = self._costs.tokens_per_pass - len(running)
+        if self._arrivals:
+            places -= len(self._arrivals)
+        budget = self._tokens_per_pass - len(running)
         while queue and len(running) < places and tokens < budget:
             priority, rollout = queue[0]
             attempt = queued.get(rollout)
@@ -475,9 +303,13 @@ class Replica:
                 heappop(queue)
                 transfer_time += self._receive(attempt, fresh)
                 continue
+            if attempt.prefilled_on is not None and self._begin_to_receive(attempt, fresh):
+                heappop(queue)
+                places -= 1
+                continue
             if not num_prefixes:
                 step_time = self._ride_along()
-            if self._has_turns and attempt.cached is None:
+            if self._reuses_contexts and attempt.cached is None:
                 attempt.cached = attempt.computed = cache.find(attempt)
                 transfer_time += self._load_back()
             done = attempt.computed if attempt.computed < fresh else fresh
@@ -491,9 +323,12 @@ class Replica:
             num_prefixes += 1
             if done + part < fresh:
                 attempt.computed = done + part
+                if self._prefills and attempt.began_at is None:
+                    attempt.began_at, attempt.version = self._env.now, self.version
                 break
             heappop(queue)
-            self._join(attempt, fresh)
+            cache.enter(attempt, fresh + num_new)
+            self._join(attempt, num_new)
             joined.append(attempt)
         if not tokens:
             return transfer_time or None
@@ -514,7 +349,8 @@ class Replica:
             attempt.prompt_tokens + (attempt.observed + attempt.done)
         )
         attempt.brings_cache = False
-        self._join(attempt, fresh, num_new=0)
+        self._cache.enter(attempt, fresh)
+        self._join(attempt, num_new=0)
         return attempt.prefill_time
 
     def _load_back(self) -> float:
@@ -614,8 +450,8 @@ class Replica:
         self._queued[attempt.rollout] = attempt
         heappush(self._queue, (attempt.priority, attempt.rollout))
 
-    def _join(self, attempt: Attempt, fresh: int, num_new: int = 1) -> None:
-        """Add a rollout to the batch with the `num_new` tokens of its prefill."""
+    def _join(self, attempt: Attempt, num_new: int) -> None:
+        """Add a rollout, whose context has entered the cache, with the `num_new` tokens of its prefill."""
         rollout = attempt.rollout
         del self._queued[rollout]
         if attempt.began_at is None:
@@ -628,7 +464,6 @@ class Replica:
         if self._padded_share:
             heappush(self._by_length, (-attempt.ahead, attempt.rollout))
         self._context += attempt.prompt_tokens + attempt.observed + done
-        self._cache.enter(attempt, fresh + num_new)
 
     def _leave(self, attempt: Attempt) -> None:
         """Remove a rollout from the batch with its current tokens."""
@@ -670,12 +505,16 @@ class Replica:
         while self._aborted:
             rollout = self._aborted.pop(0)
             attempt = self._running.get(rollout) or self._queued.pop(rollout, None)
+            attempt = attempt or self._receiving.pop(rollout, None)
             if attempt is None:
+                self._forget_kept(rollout)
                 continue  # finished before the abort arrived
             self._num_given_up += self._handling_time > 0 and isinstance(self._change, TakeBack)
             if rollout in self._running:
                 self._leave(attempt)
                 self._is_full = False
+            elif self._handover is not None:
+                self._stop_receiving(attempt)
             self._emit(self._ended(attempt, "aborted"))
 
     def _ended(self, attempt: Attempt, finish: Finish) -> Generated:
@@ -697,6 +536,96 @@ class Replica:
         self._enqueue(attempt)
         self._is_full = True
         self.num_preempted += 1
+
+    # Prefill and decode apart ---------------------------------------------------------------------
+
+    @property
+    def _own_handover(self) -> Handover:
+        assert self._handover is not None, "only a run with prefill replicas hands contexts over"
+        return self._handover
+
+    def _keep_prefilled(self) -> None:
+        """End the attempts whose contexts this pass has completed, and keep the contexts for decode replicas."""
+        self._end_aborted()
+        prefilled = list(self._running.values())
+        self._running.clear()
+        self._finishing.clear()
+        self._context = 0
+        for attempt in prefilled:
+            began_at = self._env.now if attempt.began_at is None else attempt.began_at
+            attempt.prefill_time = self._env.now - began_at
+            release = partial(self._release, attempt.rollout)
+            self._own_handover.keep(attempt.rollout, (self.id, self.kind), release)
+            self._kept[attempt.rollout] = attempt
+            self._emit(self._ended(attempt, "prefilled"))
+
+    def _release(self, rollout: int) -> None:
+        """Free the context of a rollout that a decode replica has, or does not need."""
+        attempt = self._kept.pop(rollout, None)
+        if attempt is None:
+            return
+        self._cache.leave(attempt, attempt.own)
+        if self._queue and not self.has_stopped:
+            self._notice()
+
+    def _forget_kept(self, rollout: int) -> None:
+        """Free the context of a rollout that was aborted when it was prefilled, unless a replica receives it."""
+        if rollout in self._kept and self._own_handover.has(rollout, self.id):
+            self._own_handover.drop(rollout)
+
+    def _begin_to_receive(self, attempt: Attempt, fresh: int) -> bool:
+        """Receive a context, if its prefill replica still has it; return whether it has."""
+        source, attempt.prefilled_on = attempt.prefilled_on, None
+        cache, rollout = self._cache, attempt.rollout
+        if self._arrivals is None or source is None:
+            return False
+        if not self._own_handover.has(rollout, source):
+            return False
+        attempt.cached = cache.find(attempt)
+        lacks = fresh - attempt.cached + (0 if cache.unused is None else cache.unused.loaded)
+        brings_prompt = attempt.prefix not in cache.sharing
+        cache.enter(attempt, fresh)
+        self._receiving[rollout] = self._queued.pop(rollout)
+        attempt.began_at = self._env.now
+        self._arrivals.begin(rollout, attempt.prefix, max(0, lacks), brings_prompt=brings_prompt)
+        return True
+
+    def _join_arrived(self, arrivals: Arrivals) -> None:
+        """Add the rollouts to the batch whose contexts have been received."""
+        for rollout in arrivals.take():
+            attempt = self._queued[rollout] = self._receiving.pop(rollout)
+            assert attempt.began_at is not None, "its context was received since then"
+            attempt.transfer_time = self._env.now - attempt.began_at
+            attempt.version = self.version
+            self._join(attempt, num_new=0)
+
+    def _stop_receiving(self, attempt: Attempt) -> None:
+        """Receive the context of an aborted rollout no more."""
+        if self._arrivals is not None and attempt.rollout in self._arrivals:
+            self._forget_context(attempt)
+            for sibling in self._arrivals.give_up(attempt.rollout):
+                self._queue_again(sibling)
+        self._own_handover.drop(attempt.rollout)
+
+    def _compute_again(self, rollout: int) -> None:
+        """Queue a rollout again whose context will not arrive, because its prefill replica was lost."""
+        assert self._arrivals is not None, "only a decode replica receives contexts"
+        if rollout not in self._arrivals:
+            return  # its prompt was lost with that of a sibling
+        for each in (rollout, *self._arrivals.give_up(rollout)):
+            self._queue_again(each)
+        self._notice()
+
+    def _queue_again(self, rollout: int) -> None:
+        attempt = self._receiving.pop(rollout)
+        self._forget_context(attempt)
+        attempt.began_at, attempt.cached, attempt.computed = None, 0, 0
+        self._enqueue(attempt)
+
+    def _forget_context(self, attempt: Attempt) -> None:
+        """Free the room of a context that was not received whole."""
+        self._cache.leave(attempt, attempt.own)
+        self._cache.find(attempt)
 
     def _notice(self) -> None:
         """Wake the process up, at the end of the current decode step."""

@@ -76,6 +76,7 @@ from streamrl.sim.faults import (
     replacement_time,
 )
 from streamrl.sim.handling import Handling
+from streamrl.sim.kv_transfer import Handover
 from streamrl.sim.network_latency import DelayedChannel, S
 from streamrl.sim.replica import Replica
 from streamrl.sim.trace import StepTrace
@@ -128,6 +129,10 @@ class LiveRollouts:
         """Record that no trainer uses a group any more."""
         self._done_with.drop(group)
         self._retire(group)
+
+    def of_group(self, group: int) -> tuple[int, ...]:
+        """Return the rollouts of a group; none if it was forgotten."""
+        return self._groups.get(group, ())
 
     def _retire(self, group: int) -> None:
         if group in self._groups:
@@ -197,6 +202,10 @@ class SimWorld(World[Trace]):
         self.cores = Cores(self.env, costs.sharing)
         self.handling = Handling(self.env, self.cores.time_of("handling"), costs.handling_time)
         self.steps = trace.steps
+        self._handover: Handover | None = None
+        """Contexts on their way to decode replicas; None if all replicas prefill and decode."""
+        if run.rollout.prefill_kinds:
+            self._handover = Handover(self.env, costs.cache_routes)
         self._live_rollouts = LiveRollouts(run.num_trainers)
         self._stepping: dict[int, tuple[int, ...]] = {}
         """Groups of the current step of each trainer; a restarted trainer repeats the step with
@@ -322,6 +331,7 @@ class SimWorld(World[Trace]):
             case Truncate():
                 if self._held_out is not None:
                     self._held_out.truncate(command.rollout)
+                self._forget_contexts((command.rollout,))
             case Take() | Postpone() | Resize():
                 pass
             case Skip():
@@ -329,6 +339,7 @@ class SimWorld(World[Trace]):
             case Stop():
                 pass
             case Drop():
+                self._forget_contexts(self._live_rollouts.of_group(command.group))
                 self._live_rollouts.drop(command.group)
                 self._workload.forget(command.group)
             case Score():
@@ -423,7 +434,15 @@ class SimWorld(World[Trace]):
     def _fail(self, ends: Sequence[Command | Generated], reason: str) -> None:
         """Report how lost work ends: a command fails, and a rollout with new tokens is interrupted."""
         for end in ends:
+            if isinstance(end, Generate | Generated):
+                self._forget_contexts((end.rollout,))
             self.emit(end if isinstance(end, Generated) else Failed(end, reason))
+
+    def _forget_contexts(self, rollouts: Iterable[int]) -> None:
+        """Free the contexts of rollouts on prefill replicas, because no decode replica receives them."""
+        if self._handover is not None:
+            for rollout in rollouts:
+                self._handover.drop(rollout)
 
     def _take_away(self, replica_id: int) -> list[Command | Generated]:
         """Deliver all events that a replica has sent, and stop it; return how its commands end."""
@@ -433,6 +452,8 @@ class SimWorld(World[Trace]):
         ends = list(self.replicas.pop(replica_id).stop())
         if channel is not None:
             ends += self._channels.pop(replica_id).cut()
+        if self._handover is not None:
+            self._handover.lose(replica_id)
         return ends
 
     def _send(self, command: S, take: Callable[[S], None]) -> None:
@@ -466,7 +487,9 @@ class SimWorld(World[Trace]):
         if seconds:
             channel = self._channels[command.replica] = DelayedChannel(self.env, seconds, self.emit)
             emit = channel.emit
-        replica = Replica(self, command.replica, command.version, command.kind, emit)
+        replica = Replica(
+            self, command.replica, command.version, command.kind, emit, self._handover
+        )
         self.replicas[command.replica] = replica
         self._failures.watch(replica)
         tokens = (

@@ -54,6 +54,7 @@ LIMITS: tuple[Changes, ...] = (
     {"rollout.backend": "static"},
     {"rollout.admission": "on-demand"},
     {"rollout.migration_transfer": "recompute"},
+    {"rollout.others": ()},
     {"policies.concurrency": "fixed"},
     {"trainer.packing": "padded"},
     {"trainer.context_exchange": "all-gather"},

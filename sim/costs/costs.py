@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
@@ -32,7 +32,7 @@ from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.frameworks import returns_log_probs
 from streamrl.runfile.gpu_pools import of_kind, of_lent
 from streamrl.runfile.roles_config import AdmissionName
-from streamrl.sim.costs.cache_transfer import CacheTransfer, HostCache
+from streamrl.sim.costs.cache_transfer import CacheRoute, CacheTransfer, HostCache
 from streamrl.sim.costs.colocation import LendingCosts, sync_costs
 from streamrl.sim.costs.corrections import Corrections, framework_sources, own_switch
 from streamrl.sim.costs.cpu_contention import CoreSharing
@@ -156,6 +156,8 @@ class Costs(TrainerCosts):
     """Tokens that fit in a replica's KV cache."""
     sync: SyncCosts
     cache_transfer: CacheTransfer
+    cache_routes: Mapping[tuple[int, int], CacheRoute] = field(default_factory=dict)
+    """By kinds of replicas: how KV caches go from prefill replicas to decode replicas; empty if none does."""
     host_cache: HostCache | None = None
     """Host memory for evicted contexts; None without offload."""
     rides_along: bool = False
@@ -369,7 +371,16 @@ def _of_kinds(resolved: ResolvedRun) -> Costs:
     for operation in ("prefill", "decode"):
         provenance[operation] = Provenance.joined([costs.provenance[operation] for costs in kinds])
     provenance["sync"] = Provenance.of(sync.tier, sync.sources)
-    return replace(kinds[0], sync=sync, others=tuple(kinds[1:]), provenance=provenance)
+    routes = CacheRoute.between_kinds(resolved)
+    if routes:
+        provenance["cache_transfer"] = Provenance.joined([r.provenance for r in routes.values()])
+    return replace(
+        kinds[0],
+        sync=sync,
+        cache_routes=routes,
+        others=tuple(kinds[1:]),
+        provenance=provenance,
+    )
 
 
 def _with_lending(costs: Costs, resolved: ResolvedRun) -> Costs:

@@ -75,15 +75,25 @@ def _fill_kinds(resolved: ResolvedRun, costs: Costs) -> RolloutConfig:
     rollout = resolved.run.rollout
     if not rollout.others:
         return rollout
-    points = tuple(
-        latency_points(replica, costs.of_kind(kind))
+    points = {
+        kind: latency_points(replica, costs.of_kind(kind))
         for kind, replica in enumerate(resolved.replicas)
+        if kind not in rollout.prefill_kinds
+    }
+    numbers = tuple(own.replicas for own in rollout.decode_kinds)
+    num_rollouts = resolved.run.algorithm.rollouts_per_step
+    shares = dict(
+        zip(points, even_shares(tuple(points.values()), numbers, num_rollouts), strict=True)
     )
-    numbers = tuple(kind.replicas for kind in rollout.kinds)
-    shares = even_shares(points, numbers, resolved.run.algorithm.rollouts_per_step)
     filled = tuple(
-        replace(other, latency=other.latency or own, share=other.share or share / shares[0])
-        for other, own, share in zip(rollout.others, points[1:], shares[1:], strict=True)
+        other
+        if other.prefills
+        else replace(
+            other,
+            latency=other.latency or points[kind],
+            share=other.share or shares[kind] / shares[0],
+        )
+        for kind, other in enumerate(rollout.others, start=1)
     )
     return replace(rollout, others=filled)
 

@@ -18,7 +18,7 @@ from streamrl.sim.planner.plan import PlannedLending
 from streamrl.sim.steady_state import UnfinishedError, measure_steady
 
 LEAST_GAIN = 0.01
-"""Least share of a step that lending must save, so that sampling error does not decide."""
+"""Least share of a step that a change of a plan must save, so that sampling error does not decide."""
 
 
 def planned_lending(
@@ -33,12 +33,13 @@ def planned_lending(
     lent = replace(planned, lending=lending)
     try:
         check_run(lent)
-        seconds = pool.submit(_step_time_of, encode_run(lent)).result()
+        seconds = pool.submit(step_time_of, encode_run(lent)).result()
     except (RunError, UnfinishedError) as error:
         return PlannedLending(reason=str(error))
     is_taken = seconds < (1 - LEAST_GAIN) * step_time
     return PlannedLending(step_time=step_time, step_time_lent=seconds, is_taken=is_taken)
 
 
-def _step_time_of(run: bytes) -> float:
+def step_time_of(run: bytes) -> float:
+    """Return the seconds of a steady step of an encoded run."""
     return measure_steady(decode_run(run)).step_time

@@ -480,6 +480,21 @@ class PlannedLending(msgspec.Struct, frozen=True, kw_only=True):
     """Why the plan cannot lend; empty if it can."""
 
 
+class PlannedDisaggregation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the chosen plan gains if some of its replicas only prefill."""
+
+    step_time: NotNegative = 0.0
+    """Seconds of a step if all replicas prefill and decode."""
+    step_time_apart: NotNegative = 0.0
+    """Seconds of a step with prefill replicas."""
+    num_prefill: Count = 0
+    """Prefill replicas."""
+    is_taken: bool = False
+    """Whether the plan's run file has them."""
+    reason: str = ""
+    """Why the plan cannot have them; empty if it can."""
+
+
 class SpotSavings(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run on spot machines, and on the same machines on demand without interruptions; means over seeds."""
 
@@ -518,6 +533,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that the chosen plan rents in part."""
     lending: PlannedLending | None = None
     """What lending GPUs of the trainer changes; None if the run file has no `[lending]`."""
+    disaggregation: PlannedDisaggregation | None = None
+    """What prefill replicas change; None if the run file has none."""
     spot: SpotSavings | None = None
     """What spot machines save; None if no used pool has an `on_demand_price`."""
     limits: dict[str, NotNegative] = {}

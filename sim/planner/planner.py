@@ -23,7 +23,7 @@ from streamrl.runfile.errors import Bounds, RunError
 from streamrl.runfile.failure_rates import expected_losses
 from streamrl.runfile.keys import TRAINER, pool_key
 from streamrl.runfile.plan_config import ObjectiveName, PlanConfig, limits_by_key
-from streamrl.runfile.roles_config import LendingConfig
+from streamrl.runfile.roles_config import LendingConfig, RolloutConfig
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.corrections import framework_sources
@@ -36,6 +36,11 @@ from streamrl.sim.planner.choice_after import (
     best_of,
     choices_after,
     with_choices,
+)
+from streamrl.sim.planner.disaggregation import (
+    planned_disaggregation,
+    with_prefill_replicas,
+    without_prefill_replicas,
 )
 from streamrl.sim.planner.episode_worth import find_worths
 from streamrl.sim.planner.first_answer import EstimatedPlan
@@ -122,7 +127,8 @@ def make_plan(
     """Choose a plan among everything that a run's offer and its section `[plan]` leave open, on all cores.
 
     Faults that the run file plans are left out of the search and of the plan's file. Replicas of two
-    kinds are not searched for episodes of several turns.
+    kinds are not searched for episodes of several turns. Prefill replicas of the run file are not
+    searched either: the chosen plan is simulated once more with them.
 
     Args:
         run: the run file.
@@ -142,13 +148,17 @@ def make_plan(
     started_at = time.perf_counter()
     mixes = run.plan.mixes_replicas and run.environment is None
     plan = replace(run.plan, mixes_replicas=mixes)
-    scope = keep_to_framework(replace(run, faults=(), lending=None, plan=plan))
+    rollout, wanted = without_prefill_replicas(run.rollout), run.rollout
+    searched = replace(run, faults=(), lending=None, rollout=rollout, plan=plan)
+    scope = keep_to_framework(searched)
     search = Search.open(scope.run, started_at + run.plan.time_limit)
     check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     with worker_pool() as pool:
         sections = run.rollout, run.trainer, run.policies, run.sync, run.verifier
-        own = own_candidate(*sections, run.environment) if shows_own else None
-        planned = _plan(scope, search, pool, _Progress(watch), started_at, own, first, run.lending)
+        has_own = shows_own and not wanted.prefill_kinds
+        own = own_candidate(*sections, run.environment) if has_own else None
+        progress = _Progress(watch)
+        planned = _plan(scope, search, pool, progress, started_at, own, first, run.lending, wanted)
     return planned._replace(plan=replace(planned.plan, offer=digest_of(run)))
 
 
@@ -184,6 +194,7 @@ def _plan(
     own: Candidate | None,
     first: EstimatedPlan | None,
     lending: LendingConfig | None,
+    wanted: RolloutConfig,
 ) -> Planned:
     run = scope.run
     search.run(pool, progress.on("simulating"))
@@ -221,6 +232,11 @@ def _plan(
     lent = planned_lending(planned, lending, metrics.step_time, pool)
     if lent is not None and lent.is_taken:
         planned = replace(planned, lending=lending)
+    apart = planned_disaggregation(planned, wanted, metrics.step_time, pool)
+    if apart is not None and apart.is_taken:
+        planned = replace(
+            planned, rollout=with_prefill_replicas(planned.rollout, apart.num_prefill)
+        )
     spot = spot_savings(planned, pool)
     value, bounds = search.value_of(metrics), search.bounds()
     found, whole = (
@@ -243,6 +259,7 @@ def _plan(
         whole_nodes=whole_nodes,
         partial_nodes=partial_nodes(run, planned),
         lending=lent,
+        disaggregation=apart,
         spot=spot,
         limits=limits_by_key(run.plan),
         simulated=len(search.speeds),

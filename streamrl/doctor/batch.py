@@ -27,7 +27,7 @@ def report_step(
 ) -> Iterator[Finding]:
     """Report how the rollouts of a step divide over ranks, passes and replicas."""
     total = algorithm.rollouts_per_step
-    per_replica = total / rollout.num_replicas
+    per_replica = total / rollout.num_decode_replicas
     text = (
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} = {total:,} rollouts a step: "
         f"{total / trainer.data_parallel:,.6g} a data-parallel rank, {_num_fills(total, trainer):,} fills of "

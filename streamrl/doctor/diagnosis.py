@@ -51,7 +51,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
     (
         "batch",
         lambda run: batch.find_replicas(
-            run.rollout.num_replicas, rollouts_under_way(run.policies, run.algorithm)
+            run.rollout.num_decode_replicas, rollouts_under_way(run.policies, run.algorithm)
         ),
     ),
     ("batch", lambda run: batch.find_cut_off(mean_lengths(run), run.rollout.max_tokens)),

@@ -47,6 +47,13 @@ rollout passes through two more phases (`environments.py`):
 `Observed` makes it wait for a replica again, until the episode is over. The staleness of an episode is that of its
 oldest generated token. A lost environment is no result: the episode starts over, or repeats its actions.
 
+With prefill replicas (`policies/disaggregation.py`) a rollout, or each of its turns, is generated in two parts. A prefill
+replica computes its context and ends as "prefilled". Then a replica of another kind decodes it:
+
+| phase      | it begins when                                | entered by                    | indexed in          |
+|------------|-----------------------------------------------|-------------------------------|---------------------|
+| prefilled  | a prefill replica has computed its context    | `Generated`                   | `state.prefilled`   |
+
 A rollout on held-out prompts is no rollout of training. `[evaluation]` has its own commands (`evaluation.py`,
 `policies/evaluation.py`), so it enters no group, batch, line or statistic. With an environment it is an episode that
 passes through the states above the trainer's, under the same limits, and `Evaluate` generates its turns. The weights of its version stay on all

@@ -14,8 +14,12 @@ import msgspec
 from streamrl.engine.concurrency import ConcurrencyLimit
 from streamrl.engine.messages import HELD_OUT, DrawnGroup
 
-Phase = Literal["queued", "acting", "waiting", "generating", "finished", "verifying", "ready"]
+Phase = Literal[
+    "queued", "acting", "waiting", "prefilled", "generating", "finished", "verifying", "ready"
+]
 """The phase of a rollout between prompt and gradient.
+
+With prefill replicas a rollout generates there first. It is "prefilled" until a replica decodes it.
 
 With an environment a rollout is "queued" until its environment may start or act, and "acting" while
 it does. "finished" means generated, before its reward is requested; "ready" means that its reward is known.
@@ -56,6 +60,8 @@ class Rollout(msgspec.Struct, eq=False):
     """Instant at which its episode ends, in seconds."""
     home: int | None = None
     """Replica of its last turn, which generates its next one if it can."""
+    prefilled_on: int | None = None
+    """Prefill replica that last computed its context; None before one did."""
 
     @property
     def is_held_out(self) -> bool:
@@ -138,6 +144,8 @@ class Replica:
     """Rollouts that it gets for each rollout of a replica of the first kind."""
     is_lent: bool = False
     """Whether it is on GPUs of the primary trainer, and sleeps except while they are lent to it."""
+    prefills: bool = False
+    """Whether it only prefills contexts, which other replicas decode."""
     is_serving: bool = False
     loading: int | None = None
     """Version that its running `LoadWeights` brings."""

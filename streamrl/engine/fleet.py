@@ -34,6 +34,8 @@ class Kind:
     """Rollouts that a replica gets for each rollout of one of the first kind."""
     is_lent: bool = False
     """Whether its replicas are on GPUs of the primary trainer."""
+    prefills: bool = False
+    """Whether its replicas only prefill contexts, which other replicas decode."""
     num_away: int = 0
     """Machines that are taken away, or will be, and have no replacement yet."""
 
@@ -82,6 +84,8 @@ class Fleet:
     _num_promised: dict[int, int] = field(default_factory=dict)
     _loads: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Heaps of (load, replica) by promised version. Outdated entries are skipped."""
+    _prefill_loads: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """The same of replicas that only prefill."""
     _newest: dict[int, tuple[float, int]] = field(default_factory=dict)
     """The newest entry of each replica in those heaps; all others are outdated."""
     _changed: dict[int, Replica] = field(default_factory=dict)
@@ -134,13 +138,16 @@ class Fleet:
         """Return the idle replica that started last, or None."""
         return self.idle[max(self.idle)] if self.idle else None
 
-    def least_loaded(self, oldest_version: int) -> Replica | None:
-        """Return the replica with the least load that promises `oldest_version` or newer; ties go to the smaller id."""
+    def least_loaded(self, oldest_version: int, *, prefills: bool = False) -> Replica | None:
+        """Return the replica with the least load that promises `oldest_version` or newer; ties go to the smaller id.
+
+        With `prefills` it is one of the replicas that only prefill, else one of the others.
+        """
         if self._changed:
             self._enter_loads()
         best: tuple[float, int] | None = None
         newest = self._newest
-        for version, loads in self._loads.items():
+        for version, loads in (self._prefill_loads if prefills else self._loads).items():
             if version < oldest_version:
                 continue
             while loads and newest.get((first := loads[0])[1]) is not first:
@@ -189,6 +196,7 @@ class Fleet:
         """Record that a replica starts with `version`."""
         share = self.kinds[kind].share
         replica = Replica(replica_id, version, kind, share, loading=version)
+        replica.prefills = self.kinds[kind].prefills
         if self.kinds[kind].is_lent:
             replica.is_lent = True
             self.lent[replica_id] = replica
@@ -413,6 +421,7 @@ class Fleet:
         if not self._num_promised[promised]:
             del self._num_promised[promised]
             self._loads.pop(promised, None)
+            self._prefill_loads.pop(promised, None)
 
     def _find_if_idle(self, replica: Replica) -> None:
         if replica.rollouts or replica.loading is not None or not replica.is_serving:
@@ -428,9 +437,10 @@ class Fleet:
                 self._enter_most(replica)
             if (promised := replica.promised) is None:
                 continue
-            loads = self._loads.get(promised)
+            heaps = self._prefill_loads if replica.prefills else self._loads
+            loads = heaps.get(promised)
             if loads is None:
-                loads = self._loads[promised] = []
+                loads = heaps[promised] = []
             number = replica.id
             entry, before = (replica.load, number), newest.get(number)
             newest[number] = entry
@@ -491,6 +501,9 @@ def _kinds(rollout: RolloutConfig) -> Iterator[Kind]:
     """
     yield Kind(rollout.replicas)
     for other in rollout.others:
+        if other.prefills:
+            yield Kind(other.replicas, prefills=True)
+            continue
         if other.share is None:
             raise ValueError("rollout.others: share is missing, by which each kind gets rollouts")
         yield Kind(other.replicas, other.share)

@@ -32,6 +32,7 @@ def check(state: State) -> None:
     replica that is gone. Replicas with such rollouts have the version that is evaluated. Others may
     have started meanwhile with an older one.
     10. A replica whose machine leaves gets no rollouts. Each such machine is away until it is replaced.
+    11. A rollout with a prefilled context waits for a replica that decodes it.
     """
     _check_accounts(state)
     _check_replicas(state)
@@ -68,6 +69,11 @@ def _check_replicas(state: State) -> None:
     for rollout in state.rollouts.values():
         is_placed = rollout.replica is not None
         assert is_placed == (rollout.phase == "generating"), f"rollout {rollout.id} is misplaced"
+    for rollout_id, rollout in state.prefilled.items():
+        assert rollout.phase == "prefilled" and rollout.prefilled_on is not None, (
+            f"rollout {rollout_id} has no context to decode from"
+        )
+        assert state.rollouts.get(rollout_id) is rollout and not rollout.group.is_dropped
     serving: dict[int, int] = {}
     for replica in state.fleet.replicas.values():
         is_settled = replica.loading is None and not replica.must_load
@@ -114,7 +120,8 @@ def _check_environments(state: State, own: Environments) -> None:
     assert own.config.max_episodes is None or len(under_way) <= own.config.max_episodes
     for rollout in rollouts:
         is_live = (
-            rollout.phase in ("acting", "waiting", "generating") and not rollout.group.is_dropped
+            rollout.phase in ("acting", "waiting", "prefilled", "generating")
+            and not rollout.group.is_dropped
         )
         assert not is_live or rollout.has_environment, f"rollout {rollout.id} has no environment"
         assert not is_live or rollout.is_under_way, f"rollout {rollout.id} has ended"

@@ -118,6 +118,8 @@ class Generate(Message, frozen=True, omit_defaults=True):
     brings_cache: bool = False
     """Whether its KV cache is transferred from its last replica, so that nothing is computed again.
     """
+    prefilled_on: int | None = None
+    """Prefill replica from which the KV cache of its context is transferred; None if it has no cache there."""
     turn: int = 0
     """Turns that its environment has answered."""
     observed: int = 0
@@ -336,7 +338,9 @@ Command: TypeAlias = (
 
 # Events -------------------------------------------------------------------------------------------
 
-Finish: TypeAlias = Literal["stop", "length", "aborted"]
+Finish: TypeAlias = Literal["stop", "length", "aborted", "prefilled"]
+UNFINISHED: frozenset[Finish] = frozenset(("aborted", "prefilled"))
+"""Ends of a `Generate` after which the rollout, or its turn, continues on a replica."""
 
 
 class RunStarted(Message, frozen=True, omit_defaults=True):
@@ -485,7 +489,8 @@ class ExpectationsChanged(Message, frozen=True, omit_defaults=True):
 class Generated(Message, frozen=True, omit_defaults=True):
     """A `Generate` ended: the rollout, or its turn, is finished, or aborted with the tokens generated so far.
 
-    With an environment, "stop" ends a turn, and "length" ends the episode.
+    With an environment, "stop" ends a turn, and "length" ends the episode. On a prefill replica it ends as "prefilled",
+    without a new token: the replica keeps the KV cache of the context until a decode replica has it.
     """
 
     rollout: int
@@ -512,6 +517,9 @@ class Generated(Message, frozen=True, omit_defaults=True):
     """Seconds of `prefill_time` for tokens that had been in a KV cache before. Only known with an
     environment.
     """
+    transfer_time: float = 0.0
+    """Seconds at the start of `run_time` until its KV cache was there from a prefill replica. `prefill_time` comes after
+    them."""
 
 
 class Observed(Message, frozen=True, omit_defaults=True):

@@ -7,6 +7,7 @@ Policies read it and never scan history, because each question has an index here
 | `trainers`       | each trainer with its batch and waiting groups   | `streamrl.engine.trainer_side`      |
 | `fleet`          | replicas by version and by load                  | `streamrl.engine.fleet`             |
 | `waiting`        | rollouts to dispatch                             | `streamrl.engine.entities`          |
+| `prefilled`      | rollouts with a context on a prefill replica     | in order of arrival                 |
 | `environments`   | episodes by what they need of their environment  | `streamrl.engine.environments`      |
 | `evaluations`    | rollouts on held-out prompts                     | `streamrl.engine.evaluation`        |
 | `unverified`     | finished rollouts without a reward               | in order of arrival                 |
@@ -30,6 +31,7 @@ from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import Fleet
 from streamrl.engine.messages import (
     HELD_OUT,
+    UNFINISHED,
     Abort,
     Act,
     CheckpointSaved,
@@ -138,6 +140,8 @@ class State:
     groups: dict[int, Group] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
+    prefilled: dict[int, Rollout] = field(default_factory=dict)
+    """Rollouts whose context is prefilled, by id, until they are sent to replicas that decode."""
     unverified: deque[Rollout] = field(default_factory=deque)
     outlived: dict[int, Group] = field(default_factory=dict)
     """Groups of versions that the primary trainer lost, until a policy drops them."""
@@ -378,6 +382,8 @@ class State:
     def _begin_generate(self, command: Generate) -> None:
         rollout = self.rollouts[command.rollout]
         self.num_generating += 1
+        if self.prefilled:
+            self.prefilled.pop(rollout.id, None)
         self.fleet.assign(rollout, command.replica, self.now)
         self.leader.pace.begin_generation(rollout.group.step, self.now, self.fleet)
 
@@ -421,8 +427,11 @@ class State:
         self.num_generating -= 1
         if self.fleet.final is not None:
             self.fleet.see_pressure(rollout, event, self.num_generating)
-        if self.environments is not None and self.environments.is_sticky:
-            rollout.home = None if rollout.replica is None else rollout.replica.id
+        replica = rollout.replica
+        if event.finish == "prefilled":
+            rollout.prefilled_on = None if replica is None else replica.id
+        elif self.environments is not None and self.environments.is_sticky:
+            rollout.home = None if replica is None else replica.id
         self.fleet.release(rollout)
         group = rollout.group
         self.leader.pace.end_generation(group.step, self.now)
@@ -431,12 +440,20 @@ class State:
             rollout.born = event.version
         if group.is_dropped:
             self._forget(rollout)
-        elif event.finish == "aborted" and not rollout.is_truncated:
-            self.waiting.add(rollout)
+        elif event.finish in UNFINISHED and not rollout.is_truncated:
+            self._wait_again(rollout, event.finish)
         elif self.environments is None:
             self._finish(rollout)
         else:
             self._end_turn(rollout, event.finish, self.environments)
+
+    def _wait_again(self, rollout: Rollout, finish: Finish) -> None:
+        """Record that a rollout waits for a replica that decodes it, or for any if its context is not prefilled."""
+        if finish == "prefilled":
+            rollout.phase = "prefilled"
+            self.prefilled[rollout.id] = rollout
+        else:
+            self.waiting.add(rollout)
 
     def _finish(self, rollout: Rollout) -> None:
         """Record that a rollout is generated, so that its reward can be computed."""
@@ -490,7 +507,8 @@ class State:
     def _truncate(self, rollout: Rollout) -> None:
         """Record that the time of an episode is over. What runs for it ends by its own event."""
         rollout.is_truncated = True
-        if rollout.phase in ("waiting", "queued"):
+        if rollout.phase in ("waiting", "prefilled", "queued"):
+            self.prefilled.pop(rollout.id, None)
             if rollout.is_held_out and rollout.phase == "waiting":
                 self._own_evaluations.to_send.remove(rollout.id - HELD_OUT)
             self._end_episode(rollout, self._own_environments)
@@ -624,6 +642,7 @@ class State:
         if rollout.phase == "finished":
             self.unverified.remove(rollout)
         self.failure_counts.failed.pop(rollout.id, None)
+        self.prefilled.pop(rollout.id, None)
         del self.rollouts[rollout.id]
 
     # Evaluations ----------------------------------------------------------------------------------

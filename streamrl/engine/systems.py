@@ -18,6 +18,7 @@ from streamrl.engine.failure_counts import FailureCounts
 from streamrl.engine.fleet import make_fleet
 from streamrl.engine.messages import TrainerJoined
 from streamrl.engine.policies.checkpoint import CheckpointEvery
+from streamrl.engine.policies.disaggregation import PrefillThenDecode
 from streamrl.engine.policies.dispatch import (
     BatchByBatch,
     Dealt,
@@ -233,6 +234,8 @@ def build_dispatch(policies: PoliciesConfig, rollout: RolloutConfig, seed: int) 
     migration = _migration(policies, rollout.migration_transfer, dispatch)
     if system.weight_sync == "between-batches":
         dispatch = BatchByBatch(dispatch if isinstance(dispatch, Dealt) else EvenShares(dispatch))
+    if rollout.prefill_kinds:
+        dispatch = PrefillThenDecode.of(dispatch, rollout)
     name = system.dispatch
     last = dispatch if name in DISPATCH.own else FromOutside(dispatch, name)
     return [last] if migration is None else [migration, last]
@@ -349,7 +352,8 @@ def needs_costs(
 ) -> bool:
     """Whether costs must fill in a value before the engine of the run can be built."""
     lacks_share = lending is not None and lending.share is None
-    return needs_latency(policies) or lacks_share or any(other.share is None for other in others)
+    lacks_share |= any(other.share is None for other in others if not other.prefills)
+    return needs_latency(policies) or lacks_share
 
 
 def moves_caches(migration: MigrationName, migration_transfer: str) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.engine.messages import (
+    UNFINISHED,
     Failed,
     Generate,
     Generated,
@@ -322,7 +323,7 @@ class _Reader:
 
     def _take_rollout(self, event: Generated, now: float) -> None:
         ran = self._ran.pop(event.rollout, 0.0) + event.run_time
-        if event.finish == "aborted":
+        if event.finish in UNFINISHED:
             self._ran[event.rollout] = ran
             return
         self._latencies.append(ran)

@@ -38,6 +38,8 @@ class Attempts(NamedTuple):
     """Output tokens at its end, and tokens of observations."""
     recompute_time: Floats
     """Seconds at the start in which tokens were computed that had been in a KV cache before."""
+    transfer_time: Floats
+    """Seconds at the start until its KV cache was there from a prefill replica; its prefill comes after them."""
     is_known: Floats
     """1 if its running time and its tokens were reported, else 0."""
 
@@ -110,9 +112,21 @@ class AttemptReader(MessageReader):
         command, _, prompt = self._sent.pop(rollout)
         start, seen = now - event.run_time, command.observed
         prefix, tokens = command.prefix + seen, event.tokens + seen
-        times = event.prefill_time, event.recompute_time
+        spent, again, moved = event.prefill_time, event.recompute_time, event.transfer_time
         self._ended.append(
-            (command.replica, rollout, start, now, times[0], prompt, prefix, tokens, times[1], True)
+            (
+                command.replica,
+                rollout,
+                start,
+                now,
+                spent,
+                prompt,
+                prefix,
+                tokens,
+                again,
+                moved,
+                True,
+            )
         )
 
     def _fail(self, event: Failed, now: float) -> None:
@@ -123,7 +137,7 @@ class AttemptReader(MessageReader):
         command, sent_at, prompt = self._sent.pop(rollout)
         prefix = command.prefix + command.observed
         self._ended.append(
-            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, 0.0, False)
+            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, 0.0, 0.0, False)
         )
 
     def _forget(self, groups: tuple[int, ...]) -> None:

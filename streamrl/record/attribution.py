@@ -11,8 +11,10 @@ held-out prompts by a replica that generates nothing for training meanwhile.
 | failure      | replica, trainer, verifier | a replacement replica, or the restart of a lost trainer |
 | sync         | replica, trainer, verifier | weights that are pushed or loaded                       |
 | switch       | replica on trainer GPUs    | GPUs that change sides: they are lent, or taken back    |
+| kv-transfer  | replica, trainer           | KV caches from prefill replicas, while nothing decodes  |
 | skew         | replica, trainer           | stragglers of the step, while other replicas are idle   |
 | pipeline     | replica                    | the trainer (on-policy: generation cannot run ahead)    |
+|              | prefill or decode replica  | the others of the two, while none of its kind works     |
 |              | trainer                    | rollouts, while no replica is idle                      |
 |              | replica, trainer           | a message about rollouts that crosses a link            |
 |              | secondary trainer          | complete groups, until the primary trainer has stepped  |
@@ -62,6 +64,7 @@ from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, Verifier
 
 UNDERFILLED, RECOMPUTED = "underfilled", "recomputed-prefix"
 TOOL, ENVIRONMENT_START = "tool", "environment-start"
+KV_TRANSFER = "kv-transfer"
 EVALUATE, EVALUATION = "evaluate", "evaluation"
 BUSY = ("prefill", RECOMPUTED, "decode", UNDERFILLED, EVALUATE, "score", "train", "verify")
 IDLE = (
@@ -69,6 +72,7 @@ IDLE = (
     "failure",
     "sync",
     "switch",
+    KV_TRANSFER,
     "skew",
     "pipeline",
     "staleness",
@@ -139,7 +143,11 @@ class AttributionReader(MessageReader):
         """GPU-seconds of the current slot, by side and by activity or cause."""
         self._known: dict[tuple[bool, ...], SharesByKey] = {}
         """By the rollouts that trainers lack: the shares of GPUs, while all other counts are the same."""
-        self._counts = Counts(len(run.replica_kinds), run.num_trainers)
+        self._counts = Counts(
+            len(run.replica_kinds),
+            run.num_trainers,
+            is_disaggregated=bool(run.rollout.prefill_kinds),
+        )
         self._swept_until = 0.0
         self._slot = 0
         self._is_on_policy = choose_system(run.policies).staleness_bound == 0
@@ -335,11 +343,13 @@ def _replica_shares(counts: Counts, kind: int, is_on_policy: bool) -> Iterator[t
     yield "generate", own["replica generate"]
     yield "sync", own["replica sync"]
     yield "switch", own["replica switch"]
+    yield KV_TRANSFER, own["replica kv-transfer"]
     yield EVALUATE, _num_evaluating(own)
-    yield _replica_cause(counts, is_on_policy), _num_idle(own)
+    yield _replica_cause(counts, is_on_policy, own), _num_idle(own)
 
 
-def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
+def _replica_cause(counts: Counts, is_on_policy: bool, own: dict[str, int] | None = None) -> str:
+    """Return why replicas are idle: those of one kind if `own` has their counts."""
     run, leader = counts.run, counts.trainers[LEADER]
     is_syncing = _is_syncing(counts)
     if run[EVALUATION]:
@@ -352,7 +362,8 @@ def _replica_cause(counts: Counts, is_on_policy: bool) -> str:
         if (cause := _environment_cause(counts)) is not None:
             return cause
         if run["replica generate"]:
-            return "skew"
+            waits = counts.is_disaggregated and own is not None and not own["replica generate"]
+            return "pipeline" if waits else "skew"
         return "sync" if is_syncing else _cause_of_no_generation(counts)
     if leader["failure"]:
         return "failure"
@@ -439,9 +450,10 @@ def _num_idle(counts: dict[str, int]) -> int:
 
 
 def _num_not_training(counts: dict[str, int]) -> int:
-    """Return the number of started replicas that neither generate for training nor load weights."""
+    """Return the number of started replicas that do nothing for training."""
     is_up = counts["replicas"] - counts["replica start-up"]
-    return is_up - counts["replica generate"] - counts["replica sync"] - counts["replica switch"]
+    is_awake = is_up - counts["replica sync"] - counts["replica switch"]
+    return is_awake - counts["replica generate"] - counts["replica kv-transfer"]
 
 
 def _num_evaluating(counts: dict[str, int]) -> int:
@@ -461,7 +473,9 @@ def _is_syncing(counts: Counts) -> bool:
 
 
 def _cause_of_no_generation(counts: Counts) -> str:
-    """Return why no replica generates although rollouts wait: replicas start, or a message crosses a link."""
+    """Return why no replica generates: KV caches or messages cross a network, or replicas start."""
+    if counts.run["replica kv-transfer"]:
+        return KV_TRANSFER
     starting = (own["wanted"] > own["replicas"] or own["replica start-up"] for own in counts.kinds)
     return _start_cause(counts) if any(starting) else "pipeline"
 

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from streamrl.engine.messages import (
+    UNFINISHED,
     Drop,
     Failed,
     Generate,
@@ -395,7 +396,7 @@ class _Rollouts:
         born = self._born.pop(rollout, None)
         for begin, end in self._ended.pop(rollout, ()):
             args = begin.args
-            if is_trained and born is not None and args and args["finish"] != "aborted":
+            if is_trained and born is not None and args and args["finish"] not in UNFINISHED:
                 args["staleness"] = self._version - born
             yield begin
             yield end

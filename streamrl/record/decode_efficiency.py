@@ -121,8 +121,9 @@ def _stays_of(ended: Attempts) -> dict[int, Floats]:
     The row has its start, its end, the tokens of its prompt, its tokens at the start, the tokens that it decoded, and 1
     if those were reported.
     """
-    start = np.minimum(ended.end, ended.start + ended.prefill_time)
-    first = np.minimum(ended.tokens, ended.prefix + ended.is_known)  # prefill yields one token
+    start = np.minimum(ended.end, ended.start + ended.transfer_time + ended.prefill_time)
+    is_prefilled = ended.is_known * (ended.transfer_time == 0.0)  # which yields one token
+    first = np.minimum(ended.tokens, ended.prefix + is_prefilled)
     stays = np.column_stack(
         [start, ended.end, ended.prompt, ended.prompt + first, ended.tokens - first, ended.is_known]
     )

@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.engine.messages import (
     HELD_OUT,
+    UNFINISHED,
     Act,
     Close,
     Drop,
@@ -134,7 +135,8 @@ class EpisodeReader(MessageReader):
         episode = self._open.get(command.rollout)
         if episode is not None:
             own = command.prefix + command.observed
-            episode.context = episode.prompt_tokens + own if command.turn else 0
+            is_computed = command.turn > 0 and command.prefilled_on is None
+            episode.context = episode.prompt_tokens + own if is_computed else 0
 
     def _end_turn(self, event: Generated, time: float) -> None:
         episode = self._open.get(event.rollout)
@@ -143,7 +145,7 @@ class EpisodeReader(MessageReader):
         if episode.context:
             cached = min(event.cached_tokens, episode.context)
             self._add(time, {"context": episode.context, "cached": cached})
-        episode.turns += event.finish != "aborted"
+        episode.turns += event.finish not in UNFINISHED
         if event.finish == "length":
             self._end(event.rollout, time)
 

@@ -32,6 +32,7 @@ import msgspec
 
 from streamrl.engine.entities import kept_of
 from streamrl.engine.messages import (
+    UNFINISHED,
     CheckpointSaved,
     DrawnGroup,
     Drop,
@@ -511,7 +512,7 @@ class LedgerReader(MessageReader):
         oldest = self._oldest.get(rollout, version)  # a dropped rollout has no entry
         if version < oldest and event.tokens > self._aborted_at.get(rollout, 0):
             self._oldest[rollout] = version
-        if (event.finish == "aborted" or self._has_turns) and rollout in self._oldest:
+        if (event.finish in UNFINISHED or self._has_turns) and rollout in self._oldest:
             self._aborted_at[rollout] = event.tokens
 
     def _see_sent(self, command: Generate, _: float) -> None:

@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from streamrl.engine.messages import (
+    UNFINISHED,
     Act,
     CheckpointSaved,
     DrawEvaluation,
@@ -76,7 +77,11 @@ class CountChange(NamedTuple):
 class Counts:
     """Every count at one instant."""
 
-    def __init__(self, num_kinds: int, num_trainers: int) -> None:
+    def __init__(
+        self, num_kinds: int, num_trainers: int, *, is_disaggregated: bool = False
+    ) -> None:
+        self.is_disaggregated = is_disaggregated
+        """Whether some kinds of replicas only prefill, and the others only decode."""
         self.run: dict[str, int] = defaultdict(int)
         self.kinds: list[dict[str, int]] = [defaultdict(int) for _ in range(num_kinds)]
         """Counts of each kind of replica; `run` has their sum."""
@@ -478,7 +483,7 @@ class _RolloutChanges(_Source):
         self._move(command.rollout, GENERATING)
 
     def _end_attempt(self, event: Generated, _: float) -> None:
-        is_over = event.finish != "aborted" and not self._has_turns
+        is_over = event.finish not in UNFINISHED and not self._has_turns
         self._move(event.rollout, UNVERIFIED if is_over else WAITING)
 
     def _end_verify(self, event: Verified, _: float) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 
 from streamrl.engine.messages import (
     HELD_OUT,
+    UNFINISHED,
     CheckpointSaved,
     Command,
     EndEvaluation,
@@ -399,7 +400,7 @@ class LeaderSteps:
         if type(event) not in self.reads:
             return
         if type(event) is Generated:
-            self._generated += event.finish != "aborted"
+            self._generated += event.finish not in UNFINISHED
             return
         match event:
             case Verified(rollout):

@@ -70,7 +70,7 @@ class Span(NamedTuple):
     start: float
     end: float
     activity: str
-    """start-up, generate, sync, switch, score, train, checkpoint, failure, push or verify."""
+    """start-up, generate, kv-transfer, sync, switch, score, train, checkpoint, failure, push or verify."""
     label: str = ""
 
 
@@ -83,7 +83,7 @@ class Timeline(NamedTuple):
 
     replicas: dict[int, list[Span]]
     """By replica: "generate" while a rollout runs, "sync" while weights are loaded, "switch" while the trainer lends or
-    takes back its GPUs, "start-up"; gaps are idle."""
+    takes back its GPUs, "kv-transfer" while it only receives KV caches, "start-up"; gaps are idle."""
     trainers: dict[int, list[Span]]
     """By trainer; gaps are idle. "failure" lasts from a loss until the trainer has restarted, or from a failure without
     a retry to the end of the trace."""
@@ -180,6 +180,8 @@ class TimelineReader(MessageReader):
         """The same for the prefills of attempts."""
         self._recomputed: dict[int, Floats] = {}
         """The same for the parts of prefills that computed tokens again."""
+        self._transfers: dict[int, Floats] = {}
+        """The same for the transfers of KV caches before attempts."""
         self._loads: Spans = defaultdict(list)
         self._starts: Spans = defaultdict(list)
         self._starting: dict[int, float] = {}
@@ -262,17 +264,19 @@ class TimelineReader(MessageReader):
         self._add_attempts(ended)
         running = self._attempts.replicas()
         self._lost = {replica: at for replica, at in self._lost.items() if replica in running}
-        attempts, prefills, recomputed = (
+        attempts, prefills, recomputed, transfers = (
             _take_rows(rows, since, until)
-            for rows in (self._generating, self._prefills, self._recomputed)
+            for rows in (self._generating, self._prefills, self._recomputed, self._transfers)
         )
         return Timeline(
             replicas={
                 replica: [
                     *starts.get(replica, ()),
-                    *_activity(attempts.get(replica), loads.get(replica, [])),
+                    *_activity(
+                        attempts.get(replica), loads.get(replica, []), transfers.get(replica)
+                    ),
                 ]
-                for replica in sorted({*starts, *attempts, *loads})
+                for replica in sorted({*starts, *attempts, *loads, *transfers})
             },
             trainers={t: _take(spans, since, until) for t, spans in self._trainers.items()},
             link=_take(self._link, since, until),
@@ -298,6 +302,10 @@ class TimelineReader(MessageReader):
         start, end = ended.start, ended.end
         if self._lost:
             end = np.minimum(end, [self._lost.get(replica, inf) for replica in ended.replica])
+        if (moved := ended.transfer_time > 0).any():
+            begun, start = start, np.minimum(start + ended.transfer_time, end)
+            _add_rows(self._transfers, ended._replace(start=begun), start, moved)
+            ended = ended._replace(start=start)
         prefilled = np.minimum(start + ended.prefill_time, end)
         _add_rows(self._generating, ended, end, end > start)
         _add_rows(self._prefills, ended, prefilled, ended.prefill_time > 0)
@@ -458,15 +466,19 @@ def _take_rows(rows: dict[int, Floats], since: float, until: float) -> dict[int,
     return taken
 
 
-def _activity(attempts: Floats | None, loads: list[Span]) -> list[Span]:
-    """Return when a replica loaded weights, and when a rollout ran on it otherwise."""
-    if attempts is None:
-        return sorted(loads)
-    generating = [
-        Span(start, end, "generate", str(int(rollout)) if num == 1 else "")
-        for start, end, rollout, num in _union(attempts).tolist()
-    ]
-    return sorted([*loads, *_subtract(generating, loads)])
+def _activity(
+    attempts: Floats | None, loads: list[Span], transfers: Floats | None = None
+) -> list[Span]:
+    """Return when a replica loaded weights, when else a rollout ran on it, and when else it received a KV cache."""
+    found = sorted(loads)
+    for activity, rows in (("generate", attempts), ("kv-transfer", transfers)):
+        if rows is not None:
+            spans = [
+                Span(start, end, activity, str(int(rollout)) if num == 1 else "")
+                for start, end, rollout, num in _union(rows).tolist()
+            ]
+            found = sorted([*found, *_subtract(spans, found)])
+    return found
 
 
 def _union(rows: Floats) -> Floats:

@@ -39,6 +39,7 @@ from streamrl.sim.planner.plan import (
     Crowding,
     PartialNode,
     Plan,
+    PlannedDisaggregation,
     PlannedFramework,
     PlannedLending,
     PlanOption,
@@ -225,6 +226,8 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     yield from map(partial_node_text, plan.partial_nodes)
     if plan.lending is not None:
         yield lending_text(plan.lending)
+    if plan.disaggregation is not None:
+        yield disaggregation_text(plan.disaggregation)
     if plan.spot is not None:
         yield spot_text(plan.spot)
     if plan.whole_run is not None:
@@ -278,6 +281,18 @@ def lending_text(lending: PlannedLending) -> str:
     if lending.is_taken:
         return f"{seconds}; the plan's file has it, other figures here are without it"
     return f"{seconds}; that is no gain, so the plan's file leaves it out"
+
+
+def disaggregation_text(apart: PlannedDisaggregation) -> str:
+    """Return what prefill replicas change, and whether the plan's file has them."""
+    if apart.reason:
+        return f"without prefill replicas: {apart.reason}"
+    change = apart.step_time_apart / apart.step_time - 1
+    step = format_step_time(apart.step_time_apart, None)
+    text = f"a step takes {step} if {apart.num_prefill} of the replicas only prefill, {change:+.1%}"
+    if apart.is_taken:
+        return f"{text}; the plan's file has them, other figures here are without them"
+    return f"{text}; that is no gain, so the plan's file has none"
 
 
 def spot_text(spot: SpotSavings) -> str:

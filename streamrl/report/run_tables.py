@@ -154,6 +154,7 @@ CAUSES_IN_SHORT = {
     "failure": "a lost worker is replaced",
     "sync": "waiting for weights",
     "switch": "trainer GPUs change sides",
+    "kv-transfer": "waiting for KV caches",
     "skew": "waiting for the longest rollouts of a step",
     "pipeline": "waiting for the other side",
     "staleness": "as far ahead of training as allowed",

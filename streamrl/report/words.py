@@ -26,6 +26,7 @@ CAUSES = {
     "failure": "a lost replica is being replaced, or a lost trainer is coming up again",
     "sync": "weights are on their way or being loaded",
     "switch": "GPUs of the trainer are being lent to replicas or taken back",
+    "kv-transfer": "KV caches are on their way from prefill replicas, and nothing is decoded meanwhile",
     "skew": "the longest rollouts of a step still run while other replicas are done (stragglers)",
     "pipeline": "one side waits for the work of the other",
     "staleness": "generation is as far ahead of training as it may be",

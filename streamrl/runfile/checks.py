@@ -14,6 +14,7 @@ from streamrl.runfile.backend_choice import engine_named
 from streamrl.runfile.bases import is_variable
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import DEVICE, Run
+from streamrl.runfile.disaggregation_checks import check_disaggregation
 from streamrl.runfile.environment_checks import check_credit, check_environment
 from streamrl.runfile.errors import Bounds, OneOf, RunError, shown
 from streamrl.runfile.evaluation_checks import check_checkpoints, check_evaluation
@@ -747,6 +748,13 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_precision(run.rollout),
     lambda run: _check_latencies(run.policies.latency, run.rollout.others),
     *POLICY_CHECKS,
+    lambda run: check_disaggregation(
+        run.rollout,
+        run.policies,
+        run.cluster.links,
+        lends=run.lending is not None,
+        profile=run.costs.profile,
+    ),
     lambda run: check_environment(
         run.environment, run.policies, run.workload, run.rollout.kinds, run.verifier
     ),

@@ -191,12 +191,23 @@ class ReplicasConfig(Section, frozen=True, kw_only=True):
     """As `rollout.expert_parallel`, for these replicas."""
     max_running: int | None = None
     """As `rollout.max_running`, for these replicas; the same value where absent."""
+    disaggregation_mode: Literal["prefill"] | None = None
+    """Simulated: prefill: these replicas only prefill, and all others only decode. Each prompt, each
+    observation of an episode and each context to recompute is prefilled here. Its KV cache is then
+    transferred to a replica that decodes it (vLLM's disaggregated prefilling, SGLang's
+    --disaggregation-mode). Absent: these replicas prefill and decode.
+    """
     share: float | None = None
     """Rollouts that one such replica gets for each rollout of a replica of the first kind. Where
     absent, `simulate` and `execute` compute the share with which all finish at the same time.
     """
     latency: tuple[tuple[int, float], ...] | None = None
     """As `policies.latency`, of these; filled in like it."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether these replicas only prefill."""
+        return self.disaggregation_mode == "prefill"
 
 
 class LendingConfig(Section, frozen=True, kw_only=True):
@@ -368,6 +379,21 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     def kind_of_each(self) -> list[int]:
         """The kind of each replica by its id: those of one kind are started before those of the next."""
         return [kind for kind, own in enumerate(self.kinds) for _ in range(own.replicas)]
+
+    @property
+    def prefill_kinds(self) -> tuple[int, ...]:
+        """The kinds of replicas that only prefill. Then all others only decode."""
+        return tuple(n for n, other in enumerate(self.others, start=1) if other.prefills)
+
+    @property
+    def decode_kinds(self) -> tuple[RolloutConfig, ...]:
+        """Each kind of replicas that decodes, by itself."""
+        return tuple(own for n, own in enumerate(self.kinds) if n not in self.prefill_kinds)
+
+    @property
+    def num_decode_replicas(self) -> int:
+        """Replicas that decode, of all kinds."""
+        return sum(own.replicas for own in self.decode_kinds)
 
     @property
     def num_replicas(self) -> int:

@@ -298,6 +298,13 @@ def _limits_of_rollouts(
         rollout.migration_transfer == "recompute",
         f"'recompute' for backend {rollout.backend}, which cannot send a KV cache",
     )
+    for kind in rollout.prefill_kinds:
+        yield Limit(
+            f"{kind_key(kind)}.disaggregation_mode",
+            rollout.others[kind - 1].disaggregation_mode,
+            False,
+            f"left out for backend {rollout.backend}, which cannot send a KV cache",
+        )
     yield Limit(
         "policies.promote",
         promote,

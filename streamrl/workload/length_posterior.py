@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
+from streamrl.engine.messages import UNFINISHED, DrawnGroup, ExpectationsChanged, Generated
 
 PRIOR_SAMPLES = 1
 """Weight of the first expectation, in finished rollouts of the prompt. On real groups (R1-Distill-1.5B
@@ -49,9 +49,9 @@ class SiblingLengths:
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Return the new expectations of the siblings of a finished rollout.
 
-        None if the rollout was aborted, all its siblings have finished, or its group was forgotten.
+        None if the rollout goes on, all its siblings have finished, or its group was forgotten.
         """
-        if event.finish == "aborted" or event.rollout not in self._group_of:
+        if event.finish in UNFINISHED or event.rollout not in self._group_of:
             return None
         number = self._group_of[event.rollout]
         group = self._groups[number]

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from streamrl.engine.messages import DrawnGroup, ExpectationsChanged, Generated
+from streamrl.engine.messages import UNFINISHED, DrawnGroup, ExpectationsChanged, Generated
 from streamrl.runfile.workload_config import TAIL_SHARE, RankerConfig
 from streamrl.workload.length_posterior import KnownGroup, Posterior, SiblingLengths
 
@@ -228,7 +228,7 @@ class LengthRanker:
 
     def learn(self, event: Generated) -> ExpectationsChanged | None:
         """Add a finished rollout. Return the changed expectations, and the recall at the end of a window."""
-        if event.finish != "aborted" and event.rollout in self._group_of:
+        if event.finish not in UNFINISHED and event.rollout in self._group_of:
             group = self._open[self._group_of[event.rollout]]
             group.lengths[event.rollout] = math.log(max(1, event.tokens))
             if len(group.lengths) == len(group.drawn.rollouts):

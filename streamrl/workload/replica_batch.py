@@ -98,7 +98,7 @@ def replica_batch(resolved: ResolvedRun) -> ReplicaBatch | None:
     if run.rollout.admission == "reserve":
         running = most_running(replica)
         held = running if running < run.rollout.max_running else inf
-    share = rollouts_under_way(run.policies, run.algorithm) / run.rollout.num_replicas
+    share = rollouts_under_way(run.policies, run.algorithm) / run.rollout.num_decode_replicas
     return ReplicaBatch(held, run.rollout.max_running, share)
 
 

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from streamrl.engine.messages import DrawnGroup, Drop, ExpectationsChanged, Generated, PromptsDrawn
+from streamrl.engine.messages import (
+    UNFINISHED,
+    DrawnGroup,
+    Drop,
+    ExpectationsChanged,
+    Generated,
+    PromptsDrawn,
+)
 from streamrl.engine.trace import read_trace
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import find_profile
@@ -91,7 +98,7 @@ def read_lengths(path: Path) -> RecordedLengths:
     for _, event, commands in read_trace(path).entries:
         if isinstance(event, PromptsDrawn):
             found.drawn.update((group.group, group) for group in event.groups)
-        elif isinstance(event, Generated) and event.finish != "aborted":
+        elif isinstance(event, Generated) and event.finish not in UNFINISHED:
             found.tokens[event.rollout] = event.tokens
         found.dropped.update(command.group for command in commands if isinstance(command, Drop))
     return found

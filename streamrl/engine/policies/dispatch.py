@@ -97,15 +97,18 @@ class Dispatch(DispatchProperties):
 
     def _send(self, state: State) -> Iterator[Command]:
         while (rollout := state.waiting.first()) is not None:
-            if rollout.home is not None:
-                replica = _home(state, rollout)
-            else:
-                replica = _beside_siblings(rollout) if self.keeps_groups else None
-            if replica is None:
-                replica = self.choose(state, rollout)
+            replica = self.place(state, rollout)
             if replica is None:
                 return
             yield self.send(rollout, replica)
+
+    def place(self, state: State, rollout: Rollout) -> Replica | None:
+        """Return the replica of its last turn, or of a sibling, where that counts, or else the one that `choose` gives."""
+        if rollout.home is not None:
+            replica = _home(state, rollout)
+        else:
+            replica = _beside_siblings(rollout) if self.keeps_groups else None
+        return self.choose(state, rollout) if replica is None else replica
 
     def send(self, rollout: Rollout, replica: Replica) -> Generate:
         """Return the command that lets `replica` continue `rollout` from its last token."""
@@ -318,7 +321,7 @@ def _home(state: State, rollout: Rollout) -> Replica | None:
 def _beside_siblings(rollout: Rollout) -> Replica | None:
     """Return the replica of a sibling, if it is fresh enough."""
     for sibling in rollout.group.rollouts:
-        if sibling.replica is not None:
+        if sibling.replica is not None and not sibling.replica.prefills:
             is_fresh = sibling.replica.promises(rollout.group.oldest_version)
             return sibling.replica if is_fresh else None
     return None

@@ -61,7 +61,8 @@ def _send(state: State, own: Evaluations, version: int) -> Iterator[Evaluate]:
     replicas = [
         replica
         for replica in state.fleet.serving()
-        if replica.loading is None and replica.version == version and not replica.is_lent
+        if replica.loading is None and replica.version == version
+        if not (replica.is_lent or replica.prefills)
     ]
     if not replicas:
         return

@@ -46,6 +46,7 @@ ACTIVITIES = {
     "verify": Colour("#6A3D9A", "#b295d6"),
     "failure": Colour("#000000", "#f5f7f9"),
     "switch": Colour("#E31A1C", "#f16b6d"),
+    "kv-transfer": Colour("#FB9A99", "#b86b6a"),
     "skew": Colour("#CC79A7", "#CC79A7"),
     "pipeline": Colour("#C9C9C9", "#7d858e"),
     "staleness": Colour("#8A5A83", "#a9769f"),
