@@ -355,7 +355,8 @@ async def _execute(
     from streamrl.executor.subscribers.secondary_records import SecondaryRecords
 
     path = Path(run.execute.output)
-    dollars = PaidGpus.of(run).dollars_per_second
+    most_ranks = run.trainer.largest.data_parallel  # a budget must hold whenever ranks are added
+    dollars = PaidGpus.of(run, num_ranks=most_ranks).dollars_per_second
     guard = RunGuard(run.execute, run.algorithm.steps, dollars, planned)
 
     def take_both(line: Mapping[str, object]) -> None:

@@ -114,7 +114,10 @@ class RealFaults:
         if not self._plan.faults:
             return handle
         if isinstance(handle, RankHandles):  # a trainer's faults go to its last rank
-            handle.ranks[-1] = self.expose(who, handle.ranks[-1])
+            last: Any = handle.ranks[-1]
+            if isinstance(last, Exposed):  # it was the last one before ranks were added or removed
+                last = last.process
+            handle.ranks[-1] = self.expose(who, last)
         if not isinstance(handle, Process):
             return handle
         self._workers[who] = Exposed(handle)

@@ -270,6 +270,16 @@ class TrainerRole(Protocol):
     async def start(self, checkpoint: str | None, version: int | None = None) -> int:
         """Load the initial weights (version 0) or a checkpoint, and return the version; `version` overrides it."""
 
+    async def start_blank(self) -> None:
+        """Load the models without trained weights, as a new rank that `regroup` will add to others."""
+
+    async def regroup(self, num_ranks: int, num_kept: int, rendezvous: str) -> int:
+        """Continue with `num_ranks` ranks that meet at `rendezvous`, and return the version; all of them must call this.
+
+        The first `num_kept` ranks have the trainer's state. The others get it from the first rank. Raises an error if
+        samples were trained on since the last step.
+        """
+
     async def score(self, samples: list[Sample]) -> Figures:
         """Run the forward passes that must precede training on these samples."""
 

@@ -26,6 +26,7 @@ from streamrl.engine.messages import (
     ReplicaLost,
     ReplicaStarted,
     Resize,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     StartReplica,
@@ -38,6 +39,7 @@ from streamrl.engine.messages import (
     Train,
     TrainerJoined,
     TrainerLost,
+    TrainerResized,
     TrainerStarted,
     TrainerStopped,
     Verify,
@@ -53,7 +55,7 @@ COUNTED = 100
 """Further failures alike that are logged as one line. A wrong scorer may fail for each of a million rollouts."""
 
 T = TypeVar("T")
-TrainerWork = Score | Train | Step | SaveCheckpoint | StartTrainer | StopTrainer
+TrainerWork = Score | Train | Step | SaveCheckpoint | StartTrainer | StopTrainer | ResizeTrainer
 
 
 class RunLog:
@@ -107,7 +109,15 @@ class RunLog:
                 return is_ended or command.replica not in self._state.fleet.replicas
             case PushWeights():
                 return self._state.pushing is None
-            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
+            case (
+                Score()
+                | Train()
+                | Step()
+                | SaveCheckpoint()
+                | StartTrainer()
+                | StopTrainer()
+                | ResizeTrainer()
+            ):
                 return self._state.trainers[command.trainer].is_lost
         return False
 
@@ -132,6 +142,9 @@ class RunLog:
             case TrainerStarted(trainer, version) if trainer in self._lost_trainers:
                 self._lost_trainers.discard(trainer)
                 self._inform(f"{self._names[trainer]} restarted at step {version}")
+            case TrainerResized(trainer, data_parallel):
+                ranks = _count(data_parallel, "data-parallel rank")
+                self._inform(f"{self._names[trainer]} continues with {ranks} at step {self._step}")
             case TrainerJoined(trainer, section):
                 self._write_attach(trainer, section["name"])
             case TrainerStopped(trainer) if trainer != self._state.promoted:
@@ -242,7 +255,15 @@ class RunLog:
                 return f"replica {command.replica}: {verb}"
             case PushWeights():
                 return f"transfer: push of step {command.version}"
-            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
+            case (
+                Score()
+                | Train()
+                | Step()
+                | SaveCheckpoint()
+                | StartTrainer()
+                | StopTrainer()
+                | ResizeTrainer()
+            ):
                 return f"{self._names[command.trainer]}: {type(command).__name__}"
         return type(command).__name__
 

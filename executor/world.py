@@ -42,6 +42,7 @@ from streamrl.engine.messages import (
     ReplicaLost,
     ReplicaStopped,
     Resize,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     Skip,
@@ -171,7 +172,13 @@ class RealWorld(World[Trace]):
             directory.path, trace.run.algorithm.group_size, trace.run.execute, buffer
         )
         self.members = Membership(
-            trace, records, self._trainers, launcher, buffer, self, self.give_notices
+            trace,
+            records,
+            self._trainers,
+            launcher,
+            buffer,
+            self,
+            self.give_notices,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._working: dict[int, asyncio.Task[Any]] = {}
@@ -363,7 +370,15 @@ class RealWorld(World[Trace]):
                 self._stream.forget(command.group)
                 self._buffer.drop(command)
                 return None
-            case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
+            case (
+                Score()
+                | Train()
+                | Step()
+                | StartTrainer()
+                | StopTrainer()
+                | ResizeTrainer()
+                | SaveCheckpoint()
+            ):
                 event = await self._trainers.carry_out(command)
                 if isinstance(command, StartTrainer):
                     await self._transfer.prepare()
@@ -621,7 +636,15 @@ class RealWorld(World[Trace]):
             ):
                 if command.replica in self._replicas:
                     self._replicas[command.replica].kill(reason)
-            case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
+            case (
+                StartTrainer()
+                | ResizeTrainer()
+                | Score()
+                | Train()
+                | Step()
+                | SaveCheckpoint()
+                | PushWeights()
+            ):
                 self._trainers.kill(command.trainer, reason)
             case Verify():
                 self._close_verifiers()
@@ -639,7 +662,15 @@ class RealWorld(World[Trace]):
             match command:
                 case Generate() | Evaluate() | LoadWeights() | Lend() | TakeBack() | Abort():
                     self._lose_replica(command.replica, reason)
-                case StartTrainer() | Score() | Train() | Step() | SaveCheckpoint() | PushWeights():
+                case (
+                    StartTrainer()
+                    | ResizeTrainer()
+                    | Score()
+                    | Train()
+                    | Step()
+                    | SaveCheckpoint()
+                    | PushWeights()
+                ):
                     if self._trainers.num_lost[command.trainer] == num_lost:
                         self._lose_trainer(command.trainer, reason)
                 case _:

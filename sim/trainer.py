@@ -12,6 +12,7 @@ from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
     Event,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     Scored,
@@ -20,6 +21,7 @@ from streamrl.engine.messages import (
     Stepped,
     Train,
     Trained,
+    TrainerResized,
     TrainerStarted,
 )
 from streamrl.sim.costs.costs import TrainerCosts
@@ -35,6 +37,7 @@ class Trainer:
         self._around = around
         self._costs = costs
         self._start_time = around.run_file.trainers[trainer_id].start_time
+        self._data_parallel = around.run_file.trainers[trainer_id].data_parallel
         self._inbox = simpy.Store(around.env)
         self._line = costs.line()
         self._time = around.cores.time_of("training")
@@ -45,8 +48,13 @@ class Trainer:
 
     def start(self, command: StartTrainer) -> None:
         """Start with the weights of a version."""
+        self._data_parallel = command.data_parallel or self._data_parallel
         started = TrainerStarted(command.trainer, command.version)
         self._take(command, self._work(self._start_time, started))
+
+    def resize(self, command: ResizeTrainer, costs: TrainerCosts) -> None:
+        """Add or remove ranks, and continue with the costs of all of them."""
+        self._take(command, self._change(command, costs))
 
     def score(self, command: Score) -> None:
         """Run the forward passes that come before training."""
@@ -89,6 +97,13 @@ class Trainer:
         yield self._time.work(seconds)
         self._under_way.popleft()
         self._around.emit(event)
+
+    def _change(self, command: ResizeTrainer, costs: TrainerCosts) -> Work:
+        resizing, after = self._around.costs.resizing, command.data_parallel
+        assert resizing is not None, "only a run file with trainer.resize changes ranks"
+        seconds = resizing.time(self._data_parallel, after)
+        self._costs, self._line, self._data_parallel = costs, costs.line(), after
+        yield from self._work(seconds, TrainerResized(command.trainer, after))
 
     def _update(self, event: Stepped) -> Work:
         """Let the pipelines drain, and update the weights."""

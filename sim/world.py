@@ -35,6 +35,7 @@ from streamrl.engine.messages import (
     ReplicaStarted,
     ReplicaStopped,
     Resize,
+    ResizeTrainer,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -353,6 +354,9 @@ class SimWorld(World[Trace]):
                 self._start_trainer(command)
             case StopTrainer():
                 self.env.process(self._stop_trainer(command))
+            case ResizeTrainer():
+                costs = self.costs.with_ranks(command.data_parallel)
+                self.trainers[command.trainer].resize(command, costs)
             case SaveCheckpoint():
                 self.trainers[command.trainer].save(command)
             case PushWeights():
@@ -509,6 +513,8 @@ class SimWorld(World[Trace]):
     def _start_trainer(self, command: StartTrainer) -> None:
         everyone: tuple[TrainerCosts, ...] = (self.costs, *self.costs.followers)
         costs = everyone[command.trainer or self._leads_as]
+        if command.data_parallel is not None:
+            costs = self.costs.with_ranks(command.data_parallel)
         trainer = self.trainers[command.trainer] = Trainer(self, command.trainer, costs)
         self._failures.watch_trainer(trainer)
         trainer.start(command)

@@ -22,10 +22,17 @@ METHODS: dict[Role, tuple[str, ...]] = {
     "replica": ("start", "generate", "abort", "load", "receive", "cache", "sleep", "wake", IDLE),
     "trainer": (
         *("start", "score", "train", "step", "push", "pack", "listen", "send", "save", "sleep"),
-        *("wake", IDLE),
+        *("wake", "start_blank", "regroup", IDLE),
     ),
 }
 """Every command of a role that the controller waits for."""
+RESIZED = {
+    "policies.system": "stream-async",
+    "trainer.tensor_parallel": 1,
+    "trainer.zero": 0,
+    "trainer.resize": [{"step": 2, "data_parallel": 2}],
+}
+"""A run whose trainer gets another rank."""
 NEEDS: dict[str, dict[str, Any]] = {
     "abort": {"policies.system": "fully-async", "policies.weight_sync": "abort-and-resume"},
     "cache": {"policies.concurrency": "kv-pressure"},
@@ -33,12 +40,16 @@ NEEDS: dict[str, dict[str, Any]] = {
     **{each: {"sync.wire": "broadcast"} for each in ("receive", "pack", "listen", "send")},
     "sleep": {"policies.system": "colocated"},
     "wake": {"policies.system": "colocated"},
+    **dict.fromkeys(("start_blank", "regroup"), RESIZED),
 }
 """Settings without which a run never sends a command."""
 LOSSES: dict[Role, type[Event]] = {"replica": ReplicaLost, "trainer": TrainerLost}
 SLOW_TIME = 1.0
 LOOK_TIME = 0.02
-CALLS: dict[str, int] = {"start": 1, "cache": 1, "abort": 1, "listen": 1, "generate": 7, IDLE: 3}
+CALLS: dict[str, int] = {
+    **dict.fromkeys(("start", "cache", "abort", "listen", "start_blank", "regroup"), 1),
+    **{"generate": 7, IDLE: 3},
+}
 """Number of the call that is hit; the second one of other methods."""
 AT_START = ("start", "cache")
 """Commands of a replica that has not come up yet: their failure is that of its start."""

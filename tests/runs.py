@@ -22,6 +22,7 @@ from streamrl.engine.messages import (
     PromptsDrawn,
     PushWeights,
     ReplicaStarted,
+    ResizeTrainer,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -31,6 +32,7 @@ from streamrl.engine.messages import (
     Stepped,
     Train,
     Trained,
+    TrainerResized,
     TrainerStarted,
     Verified,
     WeightsLoaded,
@@ -267,6 +269,8 @@ def done(command: Command) -> Event:
             return Stepped(version, trainer)
         case SaveCheckpoint(version, _, trainer):
             return CheckpointSaved(version, trainer)
+        case ResizeTrainer(trainer, data_parallel):
+            return TrainerResized(trainer, data_parallel)
         case PushWeights(version):
             return WeightsPushed(version, 1)
         case LoadWeights(replica, version):

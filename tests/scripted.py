@@ -138,6 +138,10 @@ class ScriptedTransfer(TransferRole):
         self.manifests = {v: m for v, m in self.manifests.items() if v in kept}
 
 
+MOST_RANKS = 4
+"""Ranks of a trainer that there is room for."""
+
+
 class ScriptedLauncher:
     """Starts scripted roles in this process, or in processes of their own."""
 
@@ -152,6 +156,8 @@ class ScriptedLauncher:
         self.replicas: dict[int, Handle] = {}
         self.trainers: list[Handle] = []
         """The one that is up, after those that were lost."""
+        self.sizes: list[int | None] = []
+        """Data-parallel ranks of each start and change; None as in the run file."""
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
@@ -160,9 +166,20 @@ class ScriptedLauncher:
     def join(self, follower: SecondaryTrainerConfig) -> None:
         pass
 
-    async def trainer(self, number: int) -> Handle:
+    async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
+        self.sizes.append(data_parallel)
         self.trainers.append(await self._start(TRAINER, -1 - number))
         return self.trainers[-1]
+
+    async def resize_trainer(self, handle: Handle, data_parallel: int) -> Handle:
+        await handle.call("start_blank", returns=type(None))
+        await handle.call("regroup", data_parallel, 1, "nowhere", returns=int)
+        self.sizes.append(data_parallel)
+        return handle
+
+    def reserve_ranks(self, data_parallel: int) -> None:
+        if data_parallel > MOST_RANKS:
+            raise RuntimeError(f"there is room for {MOST_RANKS} ranks")
 
     def free(self, replica_id: int) -> None:
         self.replicas.pop(replica_id, None)

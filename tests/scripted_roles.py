@@ -249,6 +249,15 @@ class ScriptedTrainer(TrainerRole):
             self._version = version
         return self._version
 
+    async def start_blank(self) -> None:
+        pass
+
+    async def regroup(self, num_ranks: int, num_kept: int, rendezvous: str) -> int:
+        async with self._work():
+            if self._num_trained:
+                raise ValueError("the batch has begun")
+            return self._version
+
     async def score(self, samples: list[Sample]) -> dict[str, float]:
         async with self._work():
             check_tokens(samples, may_be_cut=self._config.may_be_cut)

@@ -249,6 +249,7 @@ class Bench:
     async def start(self, num_replicas: int) -> DirectTransfer:
         handle = await self.process(TRAINER, learning_rate=1e-3, correction="token-tis")
         trainer = Trainer.__new__(Trainer)
+        trainer._identity = handle
         trainer._handle = handle
         trainer._remote = remote(TrainerRole, handle)
         await trainer._remote.start(None)

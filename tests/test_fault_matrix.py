@@ -57,8 +57,8 @@ def run_case(directory: Path, case: Case, system: str) -> tuple[Trace, Strike]:
         async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
             return strike.expose("replica", await super().replica(replica_id, kind, model))
 
-        async def trainer(self, number: int) -> Handle:
-            return strike.expose("trainer", await super().trainer(number))
+        async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
+            return strike.expose("trainer", await super().trainer(number, data_parallel))
 
     options: dict[str, Any] = {"is_local": True, "slowest": 0.02, "cache_tokens": 1000}
     if case.method == "abort":  # rollouts must be running when weights come

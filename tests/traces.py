@@ -23,6 +23,7 @@ from streamrl.engine.messages import (
     PushWeights,
     ReplicaStarted,
     ReplicaStopped,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     Scored,
@@ -35,6 +36,7 @@ from streamrl.engine.messages import (
     Train,
     Trained,
     TrainerLost,
+    TrainerResized,
     TrainerStarted,
     Verified,
     Verify,
@@ -133,6 +135,8 @@ def _ended_by(event: Event) -> Hashable:
             return ("stop", replica)
         case TrainerStarted():
             return "start-trainer"
+        case TrainerResized(trainer):
+            return ("resize", trainer)
         case CheckpointSaved(version):
             return ("save", version)
         case Woke(time):
@@ -170,6 +174,8 @@ def _key(command: Command) -> Hashable:
             return ("stop", replica)
         case StartTrainer():
             return "start-trainer"
+        case ResizeTrainer(trainer):
+            return ("resize", trainer)
         case SaveCheckpoint(version):
             return ("save", version)
         case WakeAt(time):

@@ -422,6 +422,8 @@ class RankHandles(Handle):
         self._forget_rendezvous = forget
         self._rank_of: dict[int, int] = {}
         """Rank of each scored rollout; its partner (of a preference pair) goes to the same rank."""
+        self._leaving: asyncio.Task[None] | None = None
+        """Ends the ranks that are no longer among these; None if there are none."""
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Call every rank, and return the result of the first one."""
@@ -430,6 +432,12 @@ class RankHandles(Handle):
             samples: Any = arguments[0]
             split = self.shard(method, samples)
             shares = [(share,) for share in split for _ in range(self._num_alike)]
+        return await self._call_each(method, shares, returns)
+
+    async def _call_each(
+        self, method: str, shares: Sequence[tuple[object, ...]], returns: type[T]
+    ) -> T:
+        """Call every rank with its own arguments, and return the result of the first one."""
         calls = [
             asyncio.ensure_future(rank.call(method, *share, returns=returns))
             for rank, share in zip(self.ranks, shares, strict=True)
@@ -439,6 +447,39 @@ class RankHandles(Handle):
         finally:
             for call in calls:
                 call.cancel()
+
+    async def regroup(self, num_kept: int, rendezvous: str) -> None:
+        """Make one group of these ranks; those from `num_kept` on are new.
+
+        New ranks load their models first, so that the others can still send weights to replicas meanwhile.
+
+        Raises:
+            WorkerLostError: a rank was lost, or failed. All of them are killed then.
+        """
+        added = RankHandles(self.ranks[num_kept:], lambda: None)
+        try:
+            if added.ranks:
+                await added._all("start_blank", [()] * len(added.ranks), type(None))
+        except WorkerLostError as error:
+            self.kill(f"was killed with the other ranks: {error}")
+            raise
+        arguments = (len(self.ranks), num_kept, rendezvous)
+        await self._all("regroup", [arguments] * len(self.ranks), int)
+
+    def let_go(self, ranks: Sequence[Handle]) -> None:
+        """End ranks that are no longer among these, in the background; `close` waits for their end."""
+        if ranks:
+            self._leaving = asyncio.create_task(end_ranks(ranks))
+
+    async def _all(self, method: str, shares: Sequence[tuple[object, ...]], returns: type[T]) -> T:
+        """Call every rank with its own arguments; if one fails, kill all and raise `WorkerLostError`."""
+        try:
+            return await self._call_each(method, shares, returns)
+        except Exception as error:
+            self.kill(f"was killed with the other ranks: {error}")
+            if isinstance(error, WorkerLostError):
+                raise
+            raise WorkerLostError(f"a rank failed in {method}: {error}") from error
 
     async def _first_of(self, calls: Sequence[asyncio.Future[T]], method: str) -> T:
         """Return the first rank's answer once all ranks have answered; raise an error if a rank failed."""
@@ -493,17 +534,27 @@ class RankHandles(Handle):
         """Kill every rank."""
         for rank in self.ranks:
             rank.kill(reason)
-        self._forget()
+        self.forget_rendezvous()
 
     async def close(self) -> None:
         """End every rank."""
         self._tell = None
         await asyncio.gather(*(rank.close() for rank in self.ranks))
-        self._forget()
+        if self._leaving is not None:
+            await self._leaving
+        self.forget_rendezvous()
 
-    def _forget(self) -> None:
+    def forget_rendezvous(self) -> None:
+        """Remove the rendezvous file of these ranks."""
         with contextlib.suppress(OSError):
             self._forget_rendezvous()
+
+
+async def end_ranks(ranks: Sequence[Handle]) -> None:
+    """End ranks after the calls that still run on them."""
+    stopping = (rank.call("stop", returns=type(None)) for rank in ranks)
+    await asyncio.gather(*stopping, return_exceptions=True)
+    await asyncio.gather(*(rank.close() for rank in ranks))
 
 
 def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:

@@ -10,7 +10,7 @@ from streamrl.executor.launchers.placement import PlacedRoles
 from streamrl.executor.launchers.role_configs import RoleConfigs
 from streamrl.executor.record import RunDirectory
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
-from streamrl.runfile.roles_config import SecondaryTrainerConfig
+from streamrl.runfile.roles_config import SecondaryTrainerConfig, TrainerConfig
 
 REPLICA = "streamrl.executor.rollout.replica_worker:ReplicaWorker"
 TRAINER = "streamrl.executor.trainer.trainer_worker:TrainerWorker"
@@ -65,11 +65,13 @@ class Launcher(ABC):
             config["device"] = "cpu"
         return await self._start_replica(replica_id, kind, config)
 
-    async def trainer(self, number: int) -> Handle:
-        """Start a trainer on all of its ranks."""
+    async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
+        """Start a trainer on all of its ranks; `data_parallel` replaces that of its section."""
         own = self._roles.trainers[number]
-        config = self._configs.trainer(number, self.device(own.pool)) | self._computing(own.pool)
+        if data_parallel is not None:
+            own = own.with_ranks(data_parallel)
         num_ranks = own.num_gpus
+        config = self._trainer_config(number, own)
         if num_ranks == 1 and not training_backend_named(own.backend).always_has_ranks:
             return await self._start_trainer(number, config)
         config |= {
@@ -80,6 +82,28 @@ class Launcher(ABC):
         }
         ranks = [{**config, "rank": rank} for rank in range(num_ranks)]
         return await self._start_ranks(number, ranks)
+
+    def _trainer_config(self, number: int, own: TrainerConfig) -> Config:
+        """Return the settings of a trainer, without those of its ranks."""
+        return self._configs.trainer(number, self.device(own.pool)) | self._computing(own.pool)
+
+    async def resize_trainer(self, handle: Handle, data_parallel: int) -> Handle:
+        """Let the primary trainer continue with other data-parallel ranks; the ranks that stay do not restart.
+
+        The trainer must be between two steps. Return its new handle. If this fails, all ranks are killed.
+
+        Raises:
+            WorkerLostError: a rank is lost, or cannot be started.
+        """
+        raise NotImplementedError("check_resize requires launcher local")
+
+    def reserve_ranks(self, data_parallel: int) -> None:
+        """Reserve GPUs for `resize_trainer`; those of the sizes in the run file are reserved at the start.
+
+        Raises:
+            RuntimeError: the pool of the trainer has too few free GPUs.
+        """
+        raise NotImplementedError("check_resize requires launcher local")
 
     async def reward_model(self, number: int) -> Handle:
         """Start a replica of the reward model."""

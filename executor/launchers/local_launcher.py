@@ -6,9 +6,16 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from streamrl.engine.trainer_side import LEADER
-from streamrl.executor.launchers.handles import Config, Handle, InProcess, LocalProcess, RankHandles
+from streamrl.executor.launchers.handles import (
+    Config,
+    Handle,
+    InProcess,
+    LocalProcess,
+    RankHandles,
+)
 from streamrl.executor.launchers.launcher import (
     RELAY,
     REPLICA,
@@ -50,8 +57,8 @@ class LocalLauncher(Launcher):
         self._placement = Placement(roles)
         self._gpus = LocalGpus(roles, gpus)
         self._servers = Servers.of(roles.rollout)
-        self._num_trainers = 0
-        """Number of trainers with several ranks started so far."""
+        self._num_groups = 0
+        """Number of groups of ranks so far."""
 
     @property
     def num_threads(self) -> int:
@@ -105,26 +112,70 @@ class LocalLauncher(Launcher):
         return await self._start(self._trainer_role(number), config, name_of(number), place)
 
     async def _start_ranks(self, number: int, configs: list[Config]) -> Handle:
-        self._num_trainers += 1
-        name = f".rendezvous-{os.getpid()}-{self._num_trainers}"
-        rendezvous = self._directory.logs.resolve() / name
-        rendezvous.unlink(missing_ok=True)
-        ranks = [
-            self._start(
-                TRAINER,
-                {**config, "rendezvous": f"file://{rendezvous}"},
-                f"{name_of(number)}-{rank}",
-                place,
-            )
-            for rank, (config, place) in enumerate(
-                zip(configs, self._placement.trainers[number], strict=True)
-            )
-        ]
+        rendezvous = self._new_rendezvous()
+        ranks = await asyncio.gather(
+            *(self._start_rank(number, config, rendezvous) for config in configs)
+        )
         return RankHandles(
-            await asyncio.gather(*ranks),
+            ranks,
             lambda: rendezvous.unlink(missing_ok=True),
             self._roles.trainers[number].ranks_alike,
         )
+
+    def _new_rendezvous(self) -> Path:
+        """Return the file in which the ranks of a trainer meet; each group of ranks needs a new one."""
+        self._num_groups += 1
+        rendezvous = (
+            self._directory.logs.resolve() / f".rendezvous-{os.getpid()}-{self._num_groups}"
+        )
+        rendezvous.unlink(missing_ok=True)
+        return rendezvous
+
+    async def _start_rank(self, number: int, config: Config, rendezvous: Path) -> Handle:
+        """Start one rank of a trainer at its place."""
+        rank = config["rank"]
+        assert isinstance(rank, int)
+        return await self._start(
+            TRAINER,
+            {**config, "rendezvous": f"file://{rendezvous}"},
+            f"{name_of(number)}-{rank}",
+            self._placement.trainers[number][rank],
+        )
+
+    async def resize_trainer(self, handle: Handle, data_parallel: int) -> Handle:
+        """See `Launcher`."""
+        had = list(handle.ranks) if isinstance(handle, RankHandles) else [handle]
+        rendezvous = self._new_rendezvous()
+        own = self._roles.trainer.with_ranks(data_parallel)
+        config = self._trainer_config(LEADER, own) | {"zero": own.zero, "num_ranks": own.num_gpus}
+        added = [
+            self._start_rank(LEADER, {**config, "rank": rank}, rendezvous)
+            for rank in range(len(had), data_parallel)
+        ]
+        handle.watch(None)
+        started = await asyncio.gather(*added, return_exceptions=True)
+        new = [each for each in started if isinstance(each, Handle)]
+        ranks = RankHandles(
+            [*had[:data_parallel], *new], lambda: rendezvous.unlink(missing_ok=True)
+        )
+        try:
+            for error in started:
+                if isinstance(error, BaseException):
+                    raise error
+            await ranks.regroup(len(had), f"file://{rendezvous}")
+        except BaseException as error:
+            for each in (*had, *new):
+                each.kill(f"was killed with the other ranks: {error}")
+            ranks.forget_rendezvous()
+            raise
+        if isinstance(handle, RankHandles):
+            handle.forget_rendezvous()
+        ranks.let_go(had[data_parallel:])
+        return ranks
+
+    def reserve_ranks(self, data_parallel: int) -> None:
+        """See `Launcher`."""
+        self._placement.resize_trainer(data_parallel)
 
     async def _start_reward_model(self, number: int, config: Config) -> Handle:
         place = self._placement.reward_models[number]

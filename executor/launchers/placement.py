@@ -112,7 +112,9 @@ class Placement:
         if not roles.shares_gpus:
             for replica, kind in enumerate(first):
                 self.replica(replica, kind)
-        self.trainers = [self._take_trainer(roles.trainer, "trainer", is_shared=roles.shares_gpus)]
+        self.trainers = [
+            self._take_trainer(roles.trainer.largest, "trainer", is_shared=roles.shares_gpus)
+        ]
         """Place of each rank of each trainer. A rank is a process with one GPU. The tensor-parallel index varies
         fastest, then the data-parallel index d, then the pipeline stage:
         rank = (stage x data + d) x tensor + t."""
@@ -133,6 +135,22 @@ class Placement:
             RuntimeError: no node has enough free GPUs.
         """
         self.trainers.append(self._take_trainer(follower, follower.name))
+
+    def resize_trainer(self, data_parallel: int) -> None:
+        """Reserve GPUs for more ranks of the primary trainer than its run file has, if it is to have them.
+
+        Raises:
+            RuntimeError: the pool has too few free GPUs, or the ranks need GPUs that the run did not claim at its start.
+        """
+        own, places = self._roles.trainer, self.trainers[0]
+        if data_parallel <= len(places):
+            return
+        if self._roles.device_of(own.pool) != "cpu":
+            raise RuntimeError(
+                f"a run on this machine's GPUs claims them all as it begins, {len(places)} for the trainer"
+            )
+        more = own.with_ranks(data_parallel - len(places))
+        self.trainers[0] = (*places, *self._take_trainer(more, "trainer"))
 
     def replica(self, replica: int, kind: int = 0) -> Place:
         """Reserve the lowest free GPUs for a replica of a kind.
@@ -222,7 +240,7 @@ def gpus_needed(roles: PlacedRoles) -> int:
     computing = rollout.kinds if roles.replicas_compute else ()
     on_gpus = [own for own in computing if roles.device_of(own.pool) != "cpu"]
     trainers = [
-        0 if roles.device_of(trainer.pool) == "cpu" else trainer.num_gpus
+        0 if roles.device_of(trainer.pool) == "cpu" else trainer.largest.num_gpus
         for trainer in roles.trainers
     ]
     has_rewards = verifier.pool is not None and roles.device_of(verifier.pool) != "cpu"

@@ -1,4 +1,4 @@
-"""Ask a running job to attach or detach a trainer, or tell it of a notice; record which trainers are attached.
+"""Ask a running job to attach, detach or resize a trainer, or tell it of a notice; record which trainers are attached.
 
 | file in the run directory | content                                                                           |
 |---------------------------|-----------------------------------------------------------------------------------|
@@ -100,7 +100,13 @@ class Notice(msgspec.Struct, frozen=True, tag=True):
     """Seconds from then until other machines are there in their place."""
 
 
-ControlRequest: TypeAlias = Attach | Detach | Notice
+class RanksRequest(msgspec.Struct, frozen=True, tag=True):
+    """Change the data-parallel ranks of the primary trainer after its current step."""
+
+    data_parallel: int
+
+
+ControlRequest: TypeAlias = Attach | Detach | Notice | RanksRequest
 
 
 class ControlAnswer(msgspec.Struct, frozen=True):

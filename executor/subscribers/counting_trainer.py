@@ -46,6 +46,13 @@ class CountingTrainer(TrainerRole):
         self._rollouts = self._tokens = 0
         return self._counts.version
 
+    async def start_blank(self) -> None:
+        """Do nothing: there is no model."""
+
+    async def regroup(self, num_ranks: int, num_kept: int, rendezvous: str) -> int:
+        """Return the version; a counting trainer has one rank."""
+        return self._counts.version
+
     async def score(self, samples: list[Sample]) -> Figures:
         """Do nothing: there is no forward pass."""
         return {}

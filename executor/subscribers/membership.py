@@ -1,4 +1,4 @@
-"""Serve requests to a running job: attach and detach trainers, and pass on notices. A resume restores the trainers."""
+"""Serve requests to a running job: attach, detach and resize trainers, and pass on notices. A resume restores the trainers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_never
 
-from streamrl.engine.messages import Promote, RunStarted, TrainerJoined, TrainerLeaving
+from streamrl.engine.messages import (
+    Promote,
+    RanksRequested,
+    RunStarted,
+    TrainerJoined,
+    TrainerLeaving,
+)
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER, drawn_again
 from streamrl.engine.world import World
@@ -24,6 +30,7 @@ from streamrl.executor.subscribers.attach_requests import (
     ControlRequest,
     Detach,
     Notice,
+    RanksRequest,
     read_attached,
     write_attached,
 )
@@ -34,13 +41,13 @@ from streamrl.record.run_directory import RUN
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import encode_run, secondary_trainer_section, with_secondary_trainer
 from streamrl.runfile.result_files import write_file
-from streamrl.targets.execute_limits import check_back_end_of
+from streamrl.targets.execute_limits import check_back_end_of, check_resize
 
 logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Attaches and detaches trainers, records the membership for a resume, and passes on notices."""
+    """Attaches, detaches and resizes trainers, records the membership for a resume, and passes on notices."""
 
     def __init__(
         self,
@@ -143,6 +150,8 @@ class Membership:
                 return await self.detach(name)
             case Notice():
                 return self._give_notices(request)
+            case RanksRequest(data_parallel):
+                return self.request_ranks(data_parallel)
             case ValueError():
                 raise request
             case _:
@@ -222,6 +231,27 @@ class Membership:
         self._world.emit(TrainerLeaving(number))
         await ended.wait()
         return f"{name} has left: {self._trainers.describe(number)}"
+
+    def request_ranks(self, data_parallel: int) -> str:
+        """Change the primary trainer's data-parallel ranks after its current step; return a message for the user.
+
+        Raises:
+            ValueError: it has so many already, or its ranks cannot change.
+            RuntimeError: its pool has too few free GPUs.
+        """
+        run, leader = self._trace.run, self._world.engine.state.leader
+        check_resize(run.trainer, run.policies, run.lending, run.execute.launcher)
+        most = run.algorithm.rollouts_per_step
+        if not 1 <= data_parallel <= most:
+            raise ValueError(
+                f"--data-parallel must be 1 to {most}, the rollouts of a step, got {data_parallel}"
+            )
+        if data_parallel == leader.wanted_ranks:
+            raise ValueError(f"the trainer has {data_parallel} data-parallel ranks already")
+        self._launcher.reserve_ranks(data_parallel)
+        version = leader.version
+        self._world.emit(RanksRequested(data_parallel))
+        return f"the trainer has {data_parallel} data-parallel ranks from step {version + 1} or {version + 2} on"
 
     def see_stopped(self, number: int) -> None:
         """Record that a trainer has ended, or is lost and will not be restarted."""

@@ -12,6 +12,7 @@ from streamrl.engine.messages import (
     Command,
     Event,
     Promote,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     StartTrainer,
@@ -95,6 +96,8 @@ class Trainers:
                 self._up.discard(command.trainer)
                 await trainer.stop()
                 return TrainerStopped(command.trainer)
+            case ResizeTrainer():
+                return await self._resize(command, trainer)
             case Score():
                 return await trainer.score(command)
             case Train():
@@ -120,12 +123,21 @@ class Trainers:
         elif command.version:
             checkpoint = trainer.record.checkpoints.read(command.version)
         self._up.add(command.trainer)  # a worker that dies while it starts is a loss too
-        handle = await self._launcher.trainer(number)
+        handle = await self._launcher.trainer(number, command.data_parallel)
         if command.trainer == LEADER:
             handle = self._expose(handle)
         started = await trainer.start(command, handle, checkpoint)
         handle.watch(partial(self._tell_loss, command.trainer))
         return started
+
+    async def _resize(self, command: ResizeTrainer, trainer: Trainer) -> Event:
+        event = await trainer.resize(command, self._launcher.resize_trainer)
+        handle = trainer.handle
+        assert handle is not None, "it was resized"
+        if command.trainer == LEADER:
+            self._expose(handle)
+        handle.watch(partial(self._tell_loss, command.trainer))
+        return event
 
     def describe(self, number: int) -> str:
         """Return text that says from which step an ended trainer would resume."""

@@ -9,7 +9,7 @@ Read these files first:
 - `advantages.py`: advantages from rewards, on the controller side. `step_record.py`: figures of a step.
 - `passes.py`, `sequences.py`: pack rollouts into forward passes; samples as arrays.
 - `training_backend.py`, `torch_backend.py`, `deepspeed_backend.py`: what holds weights, gradients and optimizer.
-- `rank_group.py`: the ranks of one trainer. `critic.py`, `adapters.py`, `model_loading.py`: the models.
+- `rank_group.py`: the ranks of one trainer. `joining.py`: what a rank that is added gets from the first one. `critic.py`, `adapters.py`, `model_loading.py`: the models.
 
 Rules:
 

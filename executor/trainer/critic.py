@@ -22,18 +22,27 @@ DIRECTORY = "critic"
 class Critic:
     """Predicts values and learns from returns; every rank calls the same methods in the same order."""
 
-    def __init__(self, settings: TrainerSettings, ranks: RankGroup, checkpoint: str | None) -> None:
-        """Load the initial model with an output layer of zeros, or the critic of a checkpoint."""
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ranks: RankGroup,
+        checkpoint: str | None,
+        *,
+        is_blank: bool = False,
+    ) -> None:
+        """Load the initial model with an output layer of zeros, the critic of a checkpoint, or a blank model."""
         assert settings.critic_learning_rate is not None, "a critic needs critic_learning_rate"
         self._settings = replace(settings, learning_rate=settings.critic_learning_rate)
-        self.backend = make_backend(self._settings, self._load_model(checkpoint, ranks), ranks)
+        model = self._load_model(checkpoint, ranks, is_blank=is_blank)
+        self.backend = make_backend(self._settings, model, ranks)
         if checkpoint is not None:
             self.backend.load(Path(checkpoint, DIRECTORY))
 
-    def _load_model(self, checkpoint: str | None, ranks: RankGroup) -> Any:
+    def _load_model(self, checkpoint: str | None, ranks: RankGroup, *, is_blank: bool) -> Any:
         settings = self._settings
         directory = settings.model if checkpoint is None else str(Path(checkpoint, DIRECTORY))
-        model = load_model(directory, settings, ranks, has_values=True, num_labels=1)
+        options: dict[str, Any] = {"has_values": True, "num_labels": 1}
+        model = load_model(directory, settings, ranks, is_blank=is_blank, **options)
         recompute(model, settings.recompute)
         if checkpoint is None:
             for parameter in model.score.parameters():

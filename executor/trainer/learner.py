@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from streamrl.executor.checksums import write_checksums
@@ -31,6 +32,7 @@ from streamrl.executor.trainer.adapters import (
 )
 from streamrl.executor.trainer.backends import make_backend, make_frozen
 from streamrl.executor.trainer.critic import Critic
+from streamrl.executor.trainer.joining import hand_over
 from streamrl.executor.trainer.model_loading import load_model, recompute
 from streamrl.executor.trainer.objectives import objective_of
 from streamrl.executor.trainer.optimizers import rate_of
@@ -302,6 +304,33 @@ class Learner:
         if self.critic is not None:
             self.critic.save(path, self.version, is_first=self.ranks.is_first)
 
+    def regroup(self, config: TrainerSettings, num_kept: int) -> int:
+        """Continue with other ranks, those of `config`, and return the version; all of them must call this.
+
+        Ranks from `num_kept` on are new. They get their state from the first rank.
+
+        Raises:
+            ValueError: samples were trained on since the last step.
+        """
+        if self.batch.num_rollouts or self.batch.waiting:
+            raise ValueError("ranks change only between two steps, but the batch has begun")
+        assert config.rendezvous is not None, "ranks of a trainer meet"
+        self.config = config
+        with closed_afterwards(keep_port=urlsplit(config.rendezvous).port):
+            self.ranks.regroup(config)
+            state = hand_over(self.ranks, num_kept, self._state(), config.device)
+        if state is not None:
+            self.version = state["version"]
+            for backend, received in zip(self._backends(), state["models"], strict=True):
+                backend.take_state(received)
+        return self.version
+
+    def _state(self) -> dict[str, Any]:
+        return {"version": self.version, "models": [each.state() for each in self._backends()]}
+
+    def _backends(self) -> list[Any]:
+        return [self.backend, *(() if self.critic is None else (self.critic.backend,))]
+
     def move(self, device: str) -> None:
         """Move everything on a device to another one, and free the memory that it used before."""
         self.backend.move(device)
@@ -423,6 +452,12 @@ class Learner:
         }
 
 
+def load_blank_learner(config: TrainerSettings) -> Learner:
+    """Load the models of a rank that will join others with `Learner.regroup`, and get its weights from the first one."""
+    alone = replace(config, rank=0, num_ranks=1, rendezvous=None)
+    return _load_learner(alone, None, is_blank=config.adapter_rank is None)
+
+
 def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     """Join the other ranks, and load the initial weights (version 0) or a checkpoint.
 
@@ -435,14 +470,16 @@ def load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
         return _load_learner(config, checkpoint)
 
 
-def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
+def _load_learner(
+    config: TrainerSettings, checkpoint: str | None, *, is_blank: bool = False
+) -> Learner:
     ranks = RankGroup(config)
     torch.manual_seed(config.seed)
     has_adapters = config.adapter_rank is not None
     directory = config.model if has_adapters else checkpoint or config.model
     if not Path(directory, "config.json").is_file():
         raise ValueError(f"no Hugging Face model directory (config.json) at {directory!r}")
-    model = load_model(directory, config, ranks, learns=not has_adapters)
+    model = load_model(directory, config, ranks, learns=not has_adapters, is_blank=is_blank)
     recompute(model, config.recompute)
     if config.router_replay:
         Routers(model)
@@ -458,6 +495,8 @@ def _load_learner(config: TrainerSettings, checkpoint: str | None) -> Learner:
     if config.has_reference and not has_adapters:
         own = load_model(config.model, config, ranks, learns=not config.splits_weights)
         reference = make_frozen(config, own)
-    critic = None if config.critic_learning_rate is None else Critic(config, ranks, checkpoint)
+    critic = None
+    if config.critic_learning_rate is not None:
+        critic = Critic(config, ranks, checkpoint, is_blank=is_blank)
     version = 0 if checkpoint is None else backend.load(Path(checkpoint))
     return Learner(config, ranks, backend, reference, critic, version)

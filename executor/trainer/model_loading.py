@@ -119,9 +119,12 @@ def load_model(
     ranks: RankGroup,
     *,
     learns: bool = True,
+    is_blank: bool = False,
     **options: Any,
 ) -> Any:
     """Load the model of a directory, prepared for passes; every rank must call this.
+
+    A blank model has uninitialized weights, for a rank that gets them from another one.
 
     Trained weights are float32, whatever the dtype of passes. Weights below adapters have the dtype of passes.
 
@@ -132,11 +135,13 @@ def load_model(
         ValueError: as `load_pretrained`, on every rank.
     """
     dtype = torch.float32 if learns else DTYPES[settings.dtype]
-    is_blank = settings.splits_weights and not ranks.is_first
+    waits_for_shards = settings.splits_weights and not ranks.is_first
 
     def load() -> Any:
-        if is_blank:
+        if waits_for_shards:
             model = blank_model(directory, dtype=DTYPES[settings.dtype], **options)
+        elif is_blank:
+            model = blank_model(directory, dtype=dtype, **options)
         else:
             own = {"is_aligned": settings.deterministic, "local_files_only": True, **options}
             model = load_pretrained(directory, dtype=dtype, **own)
@@ -145,7 +150,7 @@ def load_model(
         model.eval()  # no dropout: ratios must depend only on weights
         follow_autocast(model)
         if settings.packing == "packed":
-            attend_apart(model, is_blank=is_blank)
+            attend_apart(model, is_blank=is_blank or waits_for_shards)
         return model
 
     return ranks.agree(load)

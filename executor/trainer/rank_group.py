@@ -27,8 +27,11 @@ class RankGroup:
 
     def __init__(self, settings: TrainerSettings) -> None:
         """Connect to the other ranks; a single rank has a process group only if its backend needs one."""
-        self.rank, self.size = settings.rank, settings.num_ranks
         self._num_alike = settings.num_alike
+        self._connect(settings)
+
+    def _connect(self, settings: TrainerSettings) -> None:
+        self.rank, self.size = settings.rank, settings.num_ranks
         if settings.rendezvous is not None:
             dist.init_process_group(
                 "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl",
@@ -36,6 +39,11 @@ class RankGroup:
                 rank=self.rank,
                 world_size=self.size,
             )
+
+    def regroup(self, settings: TrainerSettings) -> None:
+        """Leave the process group, and connect to the ranks of another one; all of them must call this."""
+        self.leave()
+        self._connect(settings)
 
     @property
     def is_first(self) -> bool:
@@ -80,9 +88,15 @@ class RankGroup:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             dist.all_reduce(flat)
-            parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            _fill(bucket, flat)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Replace tensors of the other ranks of a group, which has the first rank, by those of the first rank."""
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().flatten() for tensor in bucket])
+            dist.broadcast(flat, 0, group=group)
+            if not self.is_first:
+                _fill(bucket, flat)
 
     def wait(self) -> None:
         """Wait until every rank calls this."""
@@ -94,12 +108,20 @@ class RankGroup:
             dist.destroy_process_group()
 
 
+def _fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy consecutive parts of a flat tensor into tensors."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield consecutive tensors of the same dtype, in lists of at most `BUCKET_BYTES`."""
+    """Yield consecutive tensors of the same dtype and device, in lists of at most `BUCKET_BYTES`."""
     some: list[torch.Tensor] = []
     for tensor in tensors:
         filled = sum(other.nbytes for other in some)
-        if some and (tensor.dtype != some[0].dtype or filled + tensor.nbytes > BUCKET_BYTES):
+        is_alike = not some or (tensor.dtype, tensor.device) == (some[0].dtype, some[0].device)
+        if some and (not is_alike or filled + tensor.nbytes > BUCKET_BYTES):
             yield some
             some = []
         some.append(tensor)

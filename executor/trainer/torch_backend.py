@@ -93,6 +93,21 @@ class TorchBackend:
         self.optimizer.load_state_dict({**saved, "state": numbered_states(states, names)})
         return version
 
+    def state(self) -> dict[str, Any]:
+        """Return all that training changes, for a rank that joins; weights below adapters are not among it."""
+        return {"weights": self._changing(), "optimizer": self.optimizer.state_dict()}
+
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another rank."""
+        for own, received in zip(self._changing(), state["weights"], strict=True):
+            own.data = received.to(own.dtype)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _changing(self) -> list[torch.Tensor]:
+        """Return the tensors of the model that a new rank must receive, each once."""
+        tensors = state_of(self.model, learned=self._settings.adapter_rank is not None).values()
+        return list({id(tensor): tensor for tensor in tensors}.values())
+
     def _trained(self) -> list[Any]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.engine.messages import (
     CheckpointSaved,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     Scored,
@@ -18,6 +19,7 @@ from streamrl.engine.messages import (
     Stepped,
     Train,
     Trained,
+    TrainerResized,
     TrainerStarted,
 )
 from streamrl.engine.trainer_side import LEADER
@@ -71,6 +73,7 @@ class Trainer:
         """By rollout of the current step: the primary trainer's version when the rollout was sent to train on."""
         self._stepped_at = 0.0
         """When the last step ended; before the first step, when the run began."""
+        self._identity = object()
         self._handle: Handle | None = None
         self._remote: TrainerRole | None = None
 
@@ -82,6 +85,7 @@ class Trainer:
         The checkpoint may have another version number: that of the trainer that wrote it.
         """
         await self.stop()
+        self._identity = object()
         self._handle = handle
         self._remote = remote(TrainerRole, handle)
         baseline = NO_BASELINE if checkpoint is None else checkpoint.position.baseline
@@ -95,6 +99,15 @@ class Trainer:
         if version == command.version:
             return TrainerStarted(command.trainer, await self._worker.start(path))
         return TrainerStarted(command.trainer, await self._worker.start(path, command.version))
+
+    async def resize(
+        self, command: ResizeTrainer, change: Callable[[Handle, int], Awaitable[Handle]]
+    ) -> TrainerResized:
+        """Let `change` add or remove ranks of the worker; the trainer continues where it is."""
+        assert self._handle is not None, "the engine must send StartTrainer first"
+        self._handle = await change(self._handle, command.data_parallel)
+        self._remote = remote(TrainerRole, self._handle)
+        return TrainerResized(command.trainer, command.data_parallel)
 
     def become(self, other: Trainer) -> None:
         """Use the settings of another trainer, which has ended or will end, from the next start on."""
@@ -214,8 +227,13 @@ class Trainer:
         await self._worker.send(version, seat)
 
     @property
-    def worker(self) -> Handle | None:
-        """The handle of the worker; another one after each start."""
+    def worker(self) -> object:
+        """The identity of the worker; another object after each start, and the same after a change of ranks."""
+        return self._identity
+
+    @property
+    def handle(self) -> Handle | None:
+        """The handle of the worker; another one after each start and each change of ranks."""
         return self._handle
 
     async def sleep(self) -> None:

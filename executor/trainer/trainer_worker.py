@@ -21,9 +21,15 @@ from threading import Event
 from typing import TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from streamrl.executor.roles import BroadcastRank, Manifest, Sample, TrainerRole
-from streamrl.executor.trainer.learner import Learner, WriteWeights, load_learner
+from streamrl.executor.trainer.learner import (
+    Learner,
+    WriteWeights,
+    load_blank_learner,
+    load_learner,
+)
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.transfer.packed_weights import WeightSender
 from streamrl.executor.transfer.shared_memory import NamedTensors, write_buckets
@@ -53,6 +59,22 @@ class TrainerWorker(TrainerRole):
         if version is not None:
             self._learner.version = version
         return self._learner.version
+
+    async def start_blank(self) -> None:
+        """Load the models without trained weights, as a new rank that `regroup` will add."""
+        load = functools.partial(load_blank_learner, self.config)
+        self._learner = await asyncio.get_running_loop().run_in_executor(self._thread, load)
+
+    async def regroup(self, num_ranks: int, num_kept: int, rendezvous: str) -> int:
+        """Continue with `num_ranks` ranks, and return the version; those from `num_kept` on are new.
+
+        No push runs meanwhile, so that no other group is made in this process. Raises `ValueError` if the batch has
+        begun.
+        """
+        learner = self._check_started()
+        self.config = replace(self.config, num_ranks=num_ranks, rendezvous=rendezvous)
+        work = functools.partial(learner.regroup, self.config, num_kept)
+        return await self._run(lambda _: self._thread.submit(work).result(), self._pusher)
 
     async def score(self, samples: list[Sample]) -> dict[str, float]:
         """Compute the log-probabilities that training on these samples needs, with the current weights.

@@ -42,6 +42,7 @@ from streamrl.sim.costs.interconnect import Interconnect
 from streamrl.sim.costs.kernels import Kernels
 from streamrl.sim.costs.machine_profile import MachineCosts, MeasuredPrefill, MeasuredTraining
 from streamrl.sim.costs.overheads import decode_errors, load_engine
+from streamrl.sim.costs.resizing import ResizingCosts
 from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards, reward_costs
 from streamrl.sim.costs.router_replay import check_replay, recording_time, token_bytes
 from streamrl.sim.costs.training.pipeline import SerialSchedule, TrainerSchedule
@@ -194,6 +195,10 @@ class Costs(TrainerCosts):
     """The same for the replicas on GPUs of the primary trainer; None if it lends none."""
     lending: LendingCosts | None = None
     """Seconds to lend these GPUs and to take them back."""
+    resizing: ResizingCosts | None = None
+    """Seconds to change the primary trainer's ranks; None if the run file has no such change."""
+    sizes: Mapping[int, TrainerCosts] = field(default_factory=dict)
+    """Costs of the primary trainer by its data-parallel ranks, if these change."""
     partition: tuple[str, ...] = ()
     """Known before a run about the size of its errors: kind of model, silicon, and whether the framework is named."""
     provenance: dict[str, Provenance]
@@ -212,7 +217,13 @@ class Costs(TrainerCosts):
         """
         resolved = resolve(run)
         costs = _of_kinds(resolved) if run.rollout.others else _of_one_kind(resolved)
+        if run.trainer.resize:
+            costs = _with_sizes(costs, resolved)
         return costs if run.lending is None else _with_lending(costs, resolved)
+
+    def with_ranks(self, data_parallel: int) -> TrainerCosts:
+        """Return the costs of the primary trainer with a number of data-parallel ranks of the run file."""
+        return self.sizes.get(data_parallel, self)
 
     def prefill_time(
         self, num_tokens: int, context_pairs: float, num_running: int, num_rollouts: int = 1
@@ -401,6 +412,25 @@ def _with_lending(costs: Costs, resolved: ResolvedRun) -> Costs:
         lending = LendingCosts(lent.sync.load_time, 0.0, lent.sync.tier, lent.sync.sources)
     provenance = {**costs.provenance, "switch": Provenance.of(lending.tier, lending.sources)}
     return replace(costs, lent=lent, lending=lending, provenance=provenance)
+
+
+def _with_sizes(costs: Costs, resolved: ResolvedRun) -> Costs:
+    """Add the costs of each number of the primary trainer's ranks, and of the changes between them."""
+    run, sizes = resolved.run, {}
+    for _, data_parallel in run.trainer.sizes:
+        trainer = run.trainer.with_ranks(data_parallel)
+        sized = resolve(msgspec.structs.replace(run, trainer=trainer))
+        training: TrainingCosts | MeasuredTraining
+        if run.costs.profile is None:
+            training = TrainingCosts.load(sized)
+        else:
+            training = MachineCosts.load(sized, Path(run.costs.profile)).training
+        sizes[data_parallel] = TrainerCosts(
+            training=training, training_factor=costs.training_factor
+        )
+    resizing = ResizingCosts.load(resolved)
+    provenance = {**costs.provenance, "resize": Provenance.of(resizing.tier, resizing.sources)}
+    return replace(costs, sizes=sizes, resizing=resizing, provenance=provenance)
 
 
 def _check(resolved: ResolvedRun) -> None:

@@ -149,8 +149,9 @@ def make_plan(
     mixes = run.plan.mixes_replicas and run.environment is None
     plan = replace(run.plan, mixes_replicas=mixes)
     rollout, wanted = without_prefill_replicas(run.rollout), run.rollout
-    searched = replace(run, faults=(), lending=None, rollout=rollout, plan=plan)
-    scope = keep_to_framework(searched)
+    trainer = replace(run.trainer, resize=())
+    constant = replace(run, faults=(), lending=None, rollout=rollout, trainer=trainer)
+    scope = keep_to_framework(replace(constant, plan=plan))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
     check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     with worker_pool() as pool:

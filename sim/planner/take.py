@@ -34,7 +34,8 @@ def take(offer: Run, plan: Plan, number: int) -> tuple[Run, Plan]:
         ValueError: the plan has no such option.
     """
     option = option_of(plan, number)
-    run = candidate_of(option.choice.settings).apply(replace(offer, faults=()))
+    constant = replace(offer, faults=(), trainer=replace(offer.trainer, resize=()))
+    run = candidate_of(option.choice.settings).apply(constant)
     if number == 1 and plan.steps_in_time is not None:
         run = replace(run, simulate=replace(run.simulate, max_steps=plan.steps_in_time))
     losses = expected_losses(run, option.choice.step_time)

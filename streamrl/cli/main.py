@@ -89,6 +89,10 @@ class Commands(LazyGroup):
                 "streamrl.cli.notice:notice",
                 "Tell a running job that machines of replicas will be taken away.",
             ),
+            "resize": (
+                "streamrl.cli.resize:resize",
+                "Add or remove ranks of the trainer of a running job.",
+            ),
             "evaluate": (
                 "streamrl.cli.evaluate:evaluate",
                 "Score a run's checkpoint, or a model, on held-out prompts.",

@@ -27,13 +27,13 @@ from streamrl.cli.shared import (
 from streamrl.engine.trace import Trace, recorded_world
 from streamrl.hardware.resolved import resolve
 from streamrl.record.ledger import ledger_line
-from streamrl.record.metrics import LendingMetrics, Metrics, measure
+from streamrl.record.metrics import LendingMetrics, Metrics, ResizeMetrics, measure
 from streamrl.record.run_directory import TRACE, read_inputs
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
-from streamrl.runfile.formatting import format_share, format_step_time
+from streamrl.runfile.formatting import format_duration, format_share, format_step_time
 from streamrl.runfile.paths import paths_of
 from streamrl.runfile.result_files import write_results
 from streamrl.sim.costs.corrections import framework_sources
@@ -187,6 +187,8 @@ def simulate(
             print_json({**whole, **more})
         else:
             stdout_console().print(metrics_table(metrics, intervals=intervals))
+            for resize in metrics.resizes:
+                echo(_resize_text(resize))
             if metrics.lending is not None and not metrics.unfinished:
                 alone = measure_steady(replace(run, lending=None)).step_time
                 echo(_lending_text(metrics.lending, metrics.step_time, alone))
@@ -204,6 +206,14 @@ def simulate(
         check_ledger(metrics.ledger)
         if metrics.unfinished:
             raise UnfinishedError(metrics.unfinished)
+
+
+def _resize_text(resize: ResizeMetrics) -> str:
+    """Return what a change of the trainer's ranks took."""
+    return (
+        f"trainer.resize: {resize.data_parallel} data-parallel ranks from step {resize.step} on; the trainer "
+        f"waits {format_duration(resize.seconds)} for the change"
+    )
 
 
 def _lending_text(lending: LendingMetrics, step_time: float, alone: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from streamrl.doctor import (
     batch,
     divisibility,
@@ -33,7 +35,7 @@ PARTS: tuple[tuple[Topic, Callable[[Run], Iterator[Finding]]], ...] = (
         "divisibility",
         lambda run: idle_gpus.find(
             run.cluster.pools,
-            sides_of(run),
+            sides_of(replace(run, trainer=run.trainer.largest)),
             run.plan,
             run.rollout.pool if run.policies.resize == "adjust" else None,
         ),

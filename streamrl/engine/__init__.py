@@ -67,7 +67,7 @@ once, or its reason is in the record.
 | object    | states                                        | changed by                                            |
 |-----------|-----------------------------------------------|-------------------------------------------------------|
 | replica   | starting, serving, loading, must load, gone   | `StartReplica`, `ReplicaStarted`, `LoadWeights`, `WeightsLoaded`, `ReplicaLost`, `StopReplica` |
-| trainer   | starting, idle, working, saving, away, lost   | `StartTrainer`, `TrainerStarted`, `Score`, `Train`, `Step`, `SaveCheckpoint`, `TrainerLost`    |
+| trainer   | starting, idle, working, saving, resizing, away, lost | `StartTrainer`, `TrainerStarted`, `Score`, `Train`, `Step`, `SaveCheckpoint`, `ResizeTrainer`, `TrainerResized`, `TrainerLost` |
 | weights   | current, pushing, pushed                      | `Step`, `PushWeights`, `WeightsPushed`                |
 | run       | not started, running, stopping, finished      | `RunStarted`, `Stop`, `Interrupted`, the last `Stepped` |
 

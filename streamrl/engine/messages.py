@@ -13,6 +13,7 @@ Rollout r of an evaluation is r in `Evaluate` and `Evaluated`. With an environme
     StopReplica     ReplicaStopped      replica
     StartTrainer    TrainerStarted      trainer
     StopTrainer     TrainerStopped      trainer
+    ResizeTrainer   TrainerResized      trainer
     Promote         TrainerLeaving      trainer
     DrawPrompts     PromptsDrawn        workload
     Generate        Generated           replica
@@ -31,7 +32,7 @@ Rollout r of an evaluation is r in `Evaluate` and `Evaluated`. With an environme
     WakeAt          Woke                clock
 
 Any may end in `Failed`. `RunStarted`, `ReplicaLeaving`, `ReplicaLost`, `MachineReplaced`, `TrainerLost`,
-`TrainerJoined`, `TrainerLeaving`, `ExpectationsChanged` and `Interrupted` come unasked.
+`TrainerJoined`, `TrainerLeaving`, `RanksRequested`, `ExpectationsChanged` and `Interrupted` come unasked.
 """
 
 from __future__ import annotations
@@ -72,17 +73,29 @@ class Resize(Message, frozen=True):
     num_replicas: int
 
 
-class StartTrainer(Message, frozen=True):
+class StartTrainer(Message, frozen=True, omit_defaults=True):
     """Start trainer `trainer` with weights of `version`: the initial ones, or those of a checkpoint."""
 
     trainer: int
     version: int
+    data_parallel: int | None = None
+    """Its data-parallel ranks; None if they are those of its section in the run file."""
 
 
 class StopTrainer(Message, frozen=True):
     """Stop trainer `trainer`, which was detached and is idle."""
 
     trainer: int
+
+
+class ResizeTrainer(Message, frozen=True):
+    """Let trainer `trainer`, which is between two steps, continue with `data_parallel` data-parallel ranks.
+
+    Added ranks get weights and optimizer state from the ranks that stay, without a checkpoint.
+    """
+
+    trainer: int
+    data_parallel: int
 
 
 class Promote(Message, frozen=True):
@@ -327,6 +340,7 @@ Command: TypeAlias = (
     | Resize
     | StartTrainer
     | StopTrainer
+    | ResizeTrainer
     | Promote
     | SaveCheckpoint
     | DrawEvaluation
@@ -424,6 +438,19 @@ class TrainerStopped(Message, frozen=True):
     """Trainer `trainer` has stopped, as commanded."""
 
     trainer: int
+
+
+class TrainerResized(Message, frozen=True):
+    """Trainer `trainer` continues with `data_parallel` data-parallel ranks."""
+
+    trainer: int
+    data_parallel: int
+
+
+class RanksRequested(Message, frozen=True):
+    """The user wants trainer 0 to have `data_parallel` data-parallel ranks from its next step on."""
+
+    data_parallel: int
 
 
 class TrainerLost(Message, frozen=True):
@@ -679,6 +706,8 @@ Event: TypeAlias = (
     | MachineReplaced
     | TrainerStarted
     | TrainerStopped
+    | TrainerResized
+    | RanksRequested
     | TrainerJoined
     | TrainerLeaving
     | RunStarted

@@ -60,11 +60,13 @@ from streamrl.engine.messages import (
     Promote,
     PromptsDrawn,
     PushWeights,
+    RanksRequested,
     ReplicaLeaving,
     ReplicaLost,
     ReplicaStarted,
     ReplicaStopped,
     Resize,
+    ResizeTrainer,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -85,6 +87,7 @@ from streamrl.engine.messages import (
     TrainerJoined,
     TrainerLeaving,
     TrainerLost,
+    TrainerResized,
     TrainerStarted,
     TrainerStopped,
     Truncate,
@@ -278,6 +281,10 @@ class State:
                 self._look_at_trainers()
             case TrainerStopped(trainer):
                 self.trainers[trainer].stop()
+            case TrainerResized(trainer, data_parallel):
+                self.trainers[trainer].end_resize(data_parallel)
+            case RanksRequested(data_parallel):
+                self.leader.request_ranks(data_parallel)
             case TrainerJoined():
                 self._join(event)
             case TrainerLeaving(trainer):
@@ -337,7 +344,15 @@ class State:
                 self._truncate(self._episode(rollout_id))
             case Take():
                 self.trainers[command.trainer].take(command, self.groups[command.group])
-            case Score() | Train() | Step() | StartTrainer() | StopTrainer() | SaveCheckpoint():
+            case (
+                Score()
+                | Train()
+                | Step()
+                | StartTrainer()
+                | StopTrainer()
+                | ResizeTrainer()
+                | SaveCheckpoint()
+            ):
                 self.trainers[command.trainer].begin(command, self.now)
             case Promote(trainer, version):
                 self._promote(self.trainers[trainer])
@@ -765,7 +780,15 @@ class State:
             case PushWeights():  # its own failure, unless its trainer is lost
                 self.failure_counts.num_failed_pushes += self.pushing is not None
                 self.pushing = None
-            case Score() | Train() | Step() | SaveCheckpoint() | StartTrainer() | StopTrainer():
+            case (
+                Score()
+                | Train()
+                | Step()
+                | SaveCheckpoint()
+                | StartTrainer()
+                | StopTrainer()
+                | ResizeTrainer()
+            ):
                 self._fail_trainer(self.trainers[command.trainer], what)
             case _:
                 self.failure = what

@@ -39,6 +39,7 @@ from streamrl.engine.policies.resize import (
     EmptyLeavingReplicas,
     KeepReplicas,
     Promotion,
+    ResizeTrainers,
 )
 from streamrl.engine.policies.retry import RetryThenDrop, StartOver, StopWithoutProgress, WindDown
 from streamrl.engine.policies.secondary_trainers import (
@@ -128,6 +129,8 @@ def build_policies(run: Run) -> list[Policy]:
             policies.max_attempts,
             run.evaluation if execute.checkpoints.keep_best else None,
         ),
+        # before the policies that give the trainer work
+        ResizeTrainers(),
         *([SkipUniform(LEADER)] if skips_uniform else []),
         *([DropStale(system.staleness_bound)] if system.over_staleness == "drop" else []),
         TakeInLine(LEADER),
@@ -269,11 +272,11 @@ def _streaming(
     *,
     shares_gpus: bool = False,
 ) -> Policy:
-    most = most_per_command(config, rollouts_per_step, name)
     match name:
         case "stream":
-            return Stream(trainer, rollouts_that_fill(config), most)
+            return Stream(trainer, config.micro_batch, PASSES_PER_COMMAND)
         case "whole-batch":
+            most = most_per_command(config, rollouts_per_step, name)
             return WholeBatch(trainer, most, shares_gpus)
         case _:
             assert_never(name)
@@ -390,6 +393,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
     trainers = [
         _build_side(
             number,
+            run.trainers[number],
             run.as_seen_by(number).algorithm,
             share,
             takes_unfinished=is_strict and number == LEADER,
@@ -401,7 +405,8 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
         """Return the state of a trainer that joins, given the trainers that joined before."""
         joined = with_secondary_trainer(sides[-1].joined_as or run, event.follower)
         share = StreamShare.of(joined.followers[event.trainer - 1])
-        side = _build_side(event.trainer, joined.as_seen_by(event.trainer).algorithm, share)
+        algorithm = joined.as_seen_by(event.trainer).algorithm
+        side = _build_side(event.trainer, joined.trainers[event.trainer], algorithm, share)
         side.joined_as = joined
         return side
 
@@ -443,6 +448,7 @@ def _build_environments(
 
 def _build_side(
     trainer: int,
+    config: TrainerConfig,
     algorithm: AlgorithmConfig,
     share: StreamShare | None,
     *,
@@ -455,6 +461,8 @@ def _build_side(
         rollouts_per_step=algorithm.rollouts_per_step,
         batch=Batch(algorithm.trains_whole_groups, algorithm.needs_score),
         takes_unfinished=takes_unfinished,
+        sizes=config.sizes,
+        data_parallel=config.data_parallel,
         share=share,
         most_gen_batches=algorithm.max_gen_batches if algorithm.leaves_out_uniform else 1,
     )

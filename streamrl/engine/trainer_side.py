@@ -14,14 +14,17 @@ reason.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from streamrl.engine.entities import Group, GroupLine, Rollout
 from streamrl.engine.estimates import StepTimer
 from streamrl.engine.messages import (
     Command,
+    ResizeTrainer,
     RunStarted,
     SaveCheckpoint,
     Score,
@@ -56,6 +59,8 @@ class Batch:
     """Rollouts that the trainer works on."""
     in_gradient: list[Rollout] = field(default_factory=list)
     """Rollouts in the gradient of the coming step."""
+    is_begun: bool = False
+    """Whether the trainer has computed anything for the coming step, even of groups that have left it."""
 
     def take(self, group: Group) -> None:
         """Add `group` to the step, with its ready rollouts."""
@@ -86,6 +91,7 @@ class Batch:
 
     def _hand_over(self, line: deque[Rollout], rollouts: tuple[int, ...]) -> None:
         """Move `rollouts` from the head of `line` into `in_hand`."""
+        self.is_begun = True
         for rollout_id in rollouts:
             rollout = line.popleft()
             if rollout.id != rollout_id:
@@ -121,6 +127,7 @@ class Batch:
         groups = list(self.groups.values())
         self.groups = {}
         self.in_gradient = []
+        self.is_begun = False
         return groups
 
     def abandon(self) -> list[Group]:
@@ -230,7 +237,7 @@ ABSENT = "it had not joined"
 UNIFORM = "all its rewards are equal"
 """Reason: the group has no learning signal."""
 
-TrainerCommand = Score | Train | Step | StartTrainer | StopTrainer | SaveCheckpoint
+TrainerCommand = Score | Train | Step | StartTrainer | StopTrainer | ResizeTrainer | SaveCheckpoint
 
 
 def drawn_again(begun: RunStarted, saved: SaveCheckpoint) -> frozenset[int]:
@@ -251,7 +258,11 @@ class TrainerSide:
     batch: Batch
     takes_unfinished: bool
     """Whether its next step may take groups with unfinished rollouts."""
+    sizes: list[tuple[int, int]]
+    """Data-parallel ranks from a step on, as (first step, ranks) in order of steps. Step 0 is the run file's size."""
 
+    data_parallel: int = 1
+    """Data-parallel ranks of its last start or resize."""
     version: int = 0
     checkpoint_version: int = 0
     is_ready: bool = False
@@ -320,6 +331,22 @@ class TrainerSide:
     def can_lend(self) -> bool:
         """Whether replicas may have its GPUs now."""
         return self.is_ready and self.command is None
+
+    @property
+    def wanted_ranks(self) -> int:
+        """Data-parallel ranks with which it should make its next step."""
+        return [ranks for first, ranks in self.sizes if first <= self.version + 1][-1]
+
+    @property
+    def started_ranks(self) -> int | None:
+        """The same for a start now; None if they are those of its section in the run file."""
+        wanted = self.wanted_ranks
+        return None if wanted == self.sizes[0][1] else wanted
+
+    @property
+    def can_resize(self) -> bool:
+        """Whether its ranks may change now: it is free, and has computed nothing for its next step."""
+        return self.is_free and not self.batch.is_begun
 
     @property
     def is_unsaved(self) -> bool:
@@ -414,9 +441,20 @@ class TrainerSide:
             )
         self.batch.take(group)
 
+    def request_ranks(self, data_parallel: int) -> None:
+        """Record the data-parallel ranks from its next step on; a later step of the run file may change them again."""
+        insort(self.sizes, (self.version + 1, data_parallel), key=itemgetter(0))
+
+    def end_resize(self, data_parallel: int) -> None:
+        """Record that it continues with this number of data-parallel ranks."""
+        self.command = None
+        self.data_parallel = data_parallel
+
     def begin(self, command: TrainerCommand, now: float) -> None:
         """Record that it starts a command."""
         self.command = command
+        if isinstance(command, StartTrainer):
+            self.data_parallel = command.data_parallel or self.sizes[0][1]
         self.pace.begin_work(now)
         self.batch.begin(command)
 

@@ -69,6 +69,7 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
         *_sync(run.sync),
         *_rewards(run.verifier),
         *_lending(run.lent),
+        *_resizes(run.trainer),
     ]
     return {value.name: value for value in found}
 
@@ -411,6 +412,14 @@ def _lending(lent: RolloutConfig | None) -> Iterator[PlannedValue]:
     if lent is not None:
         shown = f"{lent.replicas} x TP{lent.tensor_parallel} on the trainer's GPUs"
         yield PlannedValue("lending", "[lending]", shown, ALWAYS)
+
+
+def _resizes(trainer: TrainerConfig) -> Iterator[PlannedValue]:
+    """Yield the changes of the trainer's ranks, if there are any."""
+    if trainer.resize:
+        changes = (f"{each.data_parallel} from step {each.step}" for each in trainer.resize)
+        shown = f"data_parallel {', '.join(changes)}"
+        yield PlannedValue("resize", "trainer.resize", shown, ALWAYS)
 
 
 def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:

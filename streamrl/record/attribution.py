@@ -25,6 +25,7 @@ held-out prompts by a replica that generates nothing for training meanwhile.
 | start        |                            |                                                         |
 | verifier     | replica, trainer           | rewards, while the trainer is idle                      |
 | checkpoint   | trainer                    | the disk                                                |
+| resize       | trainer                    | data-parallel ranks that are added or removed           |
 | backpressure | replica                    | space for finished rollouts                             |
 | evaluation   | replica, trainer, verifier | an evaluation on held-out prompts, while training waits |
 | wind-down    | replica, verifier          | the end of the run: all prompts are drawn (off-policy)  |
@@ -80,6 +81,7 @@ IDLE = (
     ENVIRONMENT_START,
     "verifier",
     "checkpoint",
+    "resize",
     "backpressure",
     EVALUATION,
     "wind-down",
@@ -155,6 +157,8 @@ class AttributionReader(MessageReader):
             (kind_name(kind), own.gpus_per_replica) for kind, own in enumerate(run.rollout.kinds)
         ]
         """Name of each kind of replica, and the GPUs of one."""
+        self._rank_degree = run.trainer.num_gpus // run.trainer.data_parallel
+        """GPUs of one data-parallel rank of the primary trainer."""
         self._lent_degree = 0 if run.lent is None else run.lent.gpus_per_replica
 
     def mark(self, times: Sequence[float]) -> None:
@@ -272,7 +276,9 @@ class AttributionReader(MessageReader):
                     counts, run.rollout.num_kinds, is_on_policy
                 ):
                     yield TRAINER, activity, replicas * degree
-            yield TRAINER, _primary_trainer_activity(counts), run.trainer.num_gpus - num_lent
+            num_added = counts.trainers[LEADER]["added ranks"] * self._rank_degree
+            num_gpus = run.trainer.num_gpus + num_added - num_lent
+            yield TRAINER, _primary_trainer_activity(counts), num_gpus
         for number, secondary in enumerate(run.followers, start=1):
             num_gpus = 0 if counts.trainers[number]["away"] else secondary.num_gpus
             yield secondary.name, _secondary_trainer_activity(counts, number), num_gpus
@@ -417,7 +423,7 @@ def _lack(counts: Counts, trainer: int) -> str | None:
 
 
 def _work(counts: Counts, trainer: int) -> str | None:
-    for activity in ("start-up", "score", "train", "checkpoint", "failure"):
+    for activity in ("start-up", "score", "train", "checkpoint", "resize", "failure"):
         if counts.trainers[trainer][activity]:
             return activity
     return None

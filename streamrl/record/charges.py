@@ -27,6 +27,7 @@ from streamrl.hardware.profiles import price_of
 from streamrl.record.billing import SANDBOXES
 from streamrl.record.machines_away import MachinesAway
 from streamrl.record.message_reader import Handlers, MessageReader
+from streamrl.record.trainer_ranks import RankReader
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
@@ -121,6 +122,24 @@ def read_replicas(trace: Trace) -> PaidReplicas:
     return replicas
 
 
+class PaidRanks(RankReader):
+    """Counts the data-parallel ranks of the primary trainer that are paid for."""
+
+    def mean(self, start: float, end: float) -> float:
+        """Return their mean number between two instants in seconds."""
+        if len(self.ranks) == 1:
+            return self.ranks[0]  # exactly
+        return _mean(self.since, self.ranks, start, end)
+
+
+def read_paid(trace: Trace, start: float, end: float) -> PaidGpus:
+    """Return the paid GPUs of a whole trace, as their mean between two instants in seconds."""
+    replicas, ranks = read_replicas(trace), PaidRanks(trace.run.trainer.data_parallel)
+    ranks.read(trace.entries)
+    mean, away = replicas.mean(start, end), replicas.mean_away(start, end)
+    return PaidGpus.of(trace.run, mean, away, ranks.mean(start, end))
+
+
 BYTES_PER_GB = 1e9
 
 
@@ -146,6 +165,7 @@ class PaidGpus:
         run: Run,
         num_replicas: float | None = None,
         away: Mapping[int, float] = MappingProxyType({}),
+        num_ranks: float | None = None,
     ) -> PaidGpus:
         """Return the paid GPUs of a run.
 
@@ -153,6 +173,7 @@ class PaidGpus:
             run: the run file.
             num_replicas: mean number of replicas; None for the number in the run file.
             away: mean number of spot machines that are away, by kind of replica.
+            num_ranks: mean number of data-parallel ranks of the primary trainer; None for that in the run file.
         """
         more = 0.0 if num_replicas is None else num_replicas - run.rollout.num_replicas
         sides = []
@@ -162,6 +183,8 @@ class PaidGpus:
             if side.kind == "rollout":
                 kind = run.rollout.kinds[side.of_kind]
                 added -= away.get(side.of_kind, 0.0) * kind.gpus_per_replica
+            elif side.kind == "trainer" and not side.trainer and num_ranks is not None:
+                added = run.trainer.num_gpus * (num_ranks / run.trainer.data_parallel - 1)
             sides.append(PaidSide(side, side.num_gpus + added))
         return cls(run.cluster.pools, sides, sandbox_rent(run.environment))
 

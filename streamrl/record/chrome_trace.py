@@ -36,6 +36,7 @@ from streamrl.engine.messages import (
     Train,
     TrainerJoined,
     TrainerLost,
+    TrainerResized,
     TrainerStarted,
     TrainerStopped,
 )
@@ -284,6 +285,9 @@ class ChromeReader:
             case TrainerJoined(trainer):
                 yield from self._name_joined(event)
                 yield instant_event(f"{self._trainers[trainer]} joined", time)
+            case TrainerResized(trainer, data_parallel):
+                ranks = f"{data_parallel} data-parallel ranks"
+                yield instant_event(f"{self._trainers[trainer]} has {ranks}", time)
             case TrainerStopped(trainer):
                 yield instant_event(f"{self._trainers[trainer]} left", time)
             case TrainerLost(trainer, reason):

@@ -174,5 +174,6 @@ COMMANDS = {
     "StartTrainer": "the start of a trainer",
     "StopReplica": "the stop of a replica",
     "StopTrainer": "the stop of a trainer",
+    "ResizeTrainer": "a change of the trainer's ranks",
 }
 """Words for commands that may fail."""

@@ -36,7 +36,7 @@ from streamrl.record.band import (
     read_basis,
     read_model_error,
 )
-from streamrl.record.charges import PaidGpus, PaidReplicas, Pushes, egress_dollars
+from streamrl.record.charges import PaidGpus, PaidRanks, PaidReplicas, Pushes, egress_dollars
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.episode_figures import EpisodeMetrics, EpisodeReader
 from streamrl.record.ledger import Ledger, LedgerReader
@@ -97,6 +97,7 @@ class PaceReader(MessageReader):
         self.trace = trace
         self.flow = Flow(trace.run.num_trainers, trace.joined)
         self.replicas = PaidReplicas(trace.run.rollout.num_replicas, trace.run.lent)
+        self.ranks = PaidRanks(trace.run.trainer.data_parallel)
         self.pushes = Pushes()
         self.stopped_for = ""
         """Why the run stopped or was interrupted; empty if it was not."""
@@ -104,7 +105,7 @@ class PaceReader(MessageReader):
 
     def handlers(self) -> Iterator[Handlers]:
         """Yield the handlers of all messages that `Speed` depends on."""
-        for reader in (self.flow, self.replicas, self.pushes):
+        for reader in (self.flow, self.replicas, self.ranks, self.pushes):
             yield from reader.handlers()
         yield {Stop: self._stop, Interrupted: self._interrupt}
 
@@ -171,7 +172,7 @@ def read_run(trace: Trace) -> RunReader:
     return reader
 
 
-VERIFY, SYNC, SWITCH = "verify", "sync", "switch"
+VERIFY, SYNC, SWITCH, RESIZE = "verify", "sync", "switch", "resize"
 """Names of activities that are also operations with a tier of their own."""
 
 TRAINING = ("score", "train")
@@ -220,6 +221,16 @@ class LendingMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Share in which they changed sides."""
 
 
+class ResizeMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the primary trainer's data-parallel ranks."""
+
+    step: Count
+    """The first step with these ranks."""
+    data_parallel: Count
+    seconds: NotNegative
+    """Seconds in which the trainer waited for it."""
+
+
 class Metrics(Speed, frozen=True, kw_only=True):
     """The figures for tables, JSON and comparisons."""
 
@@ -260,6 +271,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Rollouts that the primary trainer never trained on, by reason."""
     lending: LendingMetrics | None = None
     """None without `[lending]`."""
+    resizes: list[ResizeMetrics] = msgspec.field(default_factory=list)
+    """All changes of the primary trainer's ranks, in order."""
     wasted: dict[str, float] = msgspec.field(default_factory=dict)
     """Share of the output tokens generated in counted steps that the primary trainer never trained
     on, by reason.
@@ -450,6 +463,14 @@ def measure_read(
         lending=None
         if trace.run.lending is None
         else _lending(reader.lent_at, steps.ended_at, (first, last), shares),
+        resizes=[
+            ResizeMetrics(
+                step=bisect_right(steps.ended_at, begin) + 1,
+                data_parallel=data_parallel,
+                seconds=end - begin,
+            )
+            for begin, end, data_parallel in reader.ranks.changes
+        ],
         wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
         trainers=list(_trainers(trace.run.followers, reader.flow, window)),
         tiers=tiers,
@@ -467,7 +488,7 @@ def _paid(reader: PaceReader, start: float, end: float) -> PaidGpus:
     """Return the paid GPUs of a run, as their mean between two instants in seconds."""
     replicas = reader.replicas
     mean, away = replicas.mean(start, end), replicas.mean_away(start, end)
-    return PaidGpus.of(reader.trace.run, mean, away)
+    return PaidGpus.of(reader.trace.run, mean, away, reader.ranks.mean(start, end))
 
 
 def _lending(
@@ -672,6 +693,6 @@ def _waits(trace: Trace, shares: SidesAttribution) -> Iterator[tuple[str, float]
 
     Each is yielded only if its tier is known.
     """
-    for wait in (SYNC, SWITCH):
+    for wait in (SYNC, SWITCH, RESIZE):
         if wait in trace.facts:
             yield wait, shares.whole.idle.get(wait, 0.0)

@@ -318,7 +318,8 @@ class MeasuredRun:
         self.dollars_per_second = self.metrics.cost_per_step / self.metrics.step_time
         window = reader.flow.leader.window(first, last)
         num_replicas = round(reader.replicas.mean(*window), DIGITS)
-        self._paid = PaidGpus.of(self.run, num_replicas, reader.replicas.mean_away(*window))
+        away, num_ranks = reader.replicas.mean_away(*window), reader.ranks.mean(*window)
+        self._paid = PaidGpus.of(self.run, num_replicas, away, round(num_ranks, DIGITS))
         idle = reader.attribution.idle_of_steps(steps.ended_at)
         # idle time of shared GPUs includes those that only one side uses
         names = [side.name for side in sides_of(self.run) if side.name in idle]

@@ -6,6 +6,8 @@ of the run         wanted, replicas, lost, has prompts, has last prompts, push, 
                    "replica X" by activity
 of each trainer    its activities, and the waiting, ungenerated and unverified rollouts of its next step
 
+Trainer 0 also has "added ranks": data-parallel ranks beyond those of the run file, negative for fewer.
+
 Replicas on GPUs of the primary trainer count only while these GPUs are lent to them, or change sides.
 
 A run with environments also has "acting" and "environments starting". A run with evaluations has
@@ -17,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -60,6 +62,7 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.machines_away import MachinesAway
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.timeline import Timeline
+from streamrl.record.trainer_ranks import RankReader
 
 
 class CountChange(NamedTuple):
@@ -122,6 +125,7 @@ class ChangeReader(MessageReader):
                 for n in trainers
             ),
         ]
+        self._ranks = RankReader(run.trainer.data_parallel)
         if run.environment is not None:
             self._sources.append(_ActingChanges())
         if run.evaluation is not None:
@@ -139,6 +143,7 @@ class ChangeReader(MessageReader):
         """Yield the handlers of all messages that may change a count."""
         for source in self._sources:
             yield from source.handlers()
+        yield from self._ranks.handlers()
 
     def take(self, timeline: Timeline) -> list[CountChange]:
         """Return all changes up to the end of the next part of the timeline, in order of time, each once."""
@@ -146,10 +151,19 @@ class ChangeReader(MessageReader):
         for source in self._sources:
             changes += source.changes
             source.changes.clear()
+        changes += self._rank_changes()
         changes.sort(key=AT)
         num = bisect_right(changes, timeline.end, key=AT)
         self._untaken = changes[num:]
         return changes[:num]
+
+    def _rank_changes(self) -> Iterator[CountChange]:
+        """Yield the changes of the primary trainer's ranks that were not returned yet."""
+        steps = [*pairwise(self._ranks.ranks)]
+        for time, (before, after) in zip(self._ranks.since[1:], steps, strict=True):
+            yield CountChange(time, "added ranks", after - before, LEADER)
+        self._ranks.since[:-1] = []
+        self._ranks.ranks[:-1] = []
 
 
 AT = attrgetter("time")

@@ -23,6 +23,7 @@ from streamrl.engine.messages import (
     PushWeights,
     ReplicaLost,
     ReplicaStarted,
+    ResizeTrainer,
     SaveCheckpoint,
     Score,
     Scored,
@@ -36,6 +37,7 @@ from streamrl.engine.messages import (
     Train,
     Trained,
     TrainerLost,
+    TrainerResized,
     TrainerStarted,
     TrainerStopped,
     Verified,
@@ -61,6 +63,7 @@ TRAINER_WORK: dict[type, str] = {
     Train: "train",
     Step: "train",
     SaveCheckpoint: "checkpoint",
+    ResizeTrainer: "resize",
 }
 
 
@@ -70,7 +73,7 @@ class Span(NamedTuple):
     start: float
     end: float
     activity: str
-    """start-up, generate, kv-transfer, sync, switch, score, train, checkpoint, failure, push or verify."""
+    """start-up, generate, kv-transfer, sync, switch, score, train, checkpoint, resize, failure, push or verify."""
     label: str = ""
 
 
@@ -198,7 +201,10 @@ class TimelineReader(MessageReader):
 
     def handlers(self) -> Iterator[Handlers]:
         """Yield the handler of each type of message that begins or ends an activity."""
-        ends_work = (TrainerStarted, Scored, Trained, Stepped, CheckpointSaved, TrainerStopped)
+        ends_work = (
+            *(TrainerStarted, Scored, Trained, Stepped, CheckpointSaved, TrainerStopped),
+            TrainerResized,
+        )
         yield from self._attempts.handlers()
         yield {
             StartReplica: self._begin_start,
@@ -399,7 +405,15 @@ class TimelineReader(MessageReader):
                 self._end_push(version, now)
             case Verify() if self._has_verifier:
                 self._end_verify(command, now)
-            case StartTrainer() | StopTrainer() | Score() | Train() | Step() | SaveCheckpoint():
+            case (
+                StartTrainer()
+                | StopTrainer()
+                | ResizeTrainer()
+                | Score()
+                | Train()
+                | Step()
+                | SaveCheckpoint()
+            ):
                 if command.trainer in self._work:  # else it was lost and has restarted
                     self._lose_trainer(command.trainer, type(command).__name__, now)
             case _:
@@ -412,6 +426,8 @@ def _label(command: TrainerCommand) -> str:
             return f"step {version}"
         case Score(rollouts) | Train(rollouts):
             return f"{len(rollouts)} rollouts"
+        case ResizeTrainer(_, data_parallel):
+            return f"{data_parallel} data-parallel ranks"
         case _:
             return ""
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from streamrl.engine.trace import Trace
 from streamrl.record.attribution import IDLE, UNDERFILLED, attribute
-from streamrl.record.charges import PaidGpus, read_replicas
+from streamrl.record.charges import read_paid
 from streamrl.record.metrics import measure
 from streamrl.record.rollout_flow import read_flow
 from streamrl.runfile.formatting import format_dollars, format_share
@@ -61,8 +61,7 @@ def read_bubbles(name: str, trace: Trace, steps: tuple[int, int]) -> Bubbles:
     seconds = window[1] - window[0]
     shares = attribute(trace, window)
     goodput = sum(flow.leader.made.num_tokens[first - 1 : last]) / seconds
-    replicas = read_replicas(trace)
-    paid = PaidGpus.of(trace.run, replicas.mean(*window), replicas.mean_away(*window))
+    paid = read_paid(trace, *window)
     return Bubbles(
         name=name,
         step_time=seconds / count,

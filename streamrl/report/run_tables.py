@@ -160,6 +160,7 @@ CAUSES_IN_SHORT = {
     "staleness": "as far ahead of training as allowed",
     "verifier": "waiting for rewards",
     "checkpoint": "a trainer writes a checkpoint",
+    "resize": "ranks of the trainer are added or removed",
     "backpressure": "no room for finished rollouts",
     "wind-down": "end of the run",
 }

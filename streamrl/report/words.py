@@ -34,6 +34,7 @@ CAUSES = {
     "environment-start": "environments are starting, and none of them acts",
     "verifier": "rewards are being computed",
     "checkpoint": "a trainer writes a checkpoint",
+    "resize": "ranks are added to the trainer or removed",
     "backpressure": "there is no room for finished rollouts",
     "evaluation": "training waits for an evaluation on held-out prompts",
     "wind-down": "nothing is left to generate at the end of the run; a longer run has less of it",

@@ -258,6 +258,8 @@ class TrainingChoice:
     """Whether a single rank, too, is a process that meets others."""
     makes_several_steps = False
     """Whether a batch may have several optimizer steps."""
+    changes_ranks = False
+    """Whether data-parallel ranks can be added or removed between two steps (`trainer.resize`)."""
     frees_memory = False
     """Whether it gives GPU memory back while replicas generate on the same GPUs."""
     counts_memory = False
@@ -270,6 +272,7 @@ class Torch(TrainingChoice):
     backend = "streamrl.executor.trainer.torch_backend:TorchBackend"
     optimizers = ("adamw", "adamw-8bit", "adamw-paged", "adamw-8bit-paged", "muon")
     makes_several_steps = True
+    changes_ranks = True
     frees_memory = True
     counts_memory = True
 

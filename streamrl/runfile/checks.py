@@ -735,7 +735,7 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_algorithms(
         run.as_seen_by(number).algorithm for number in range(run.num_trainers)
     ),
-    lambda run: _check_batch(run.algorithm, run.trainer.data_parallel),
+    lambda run: _check_batch(run.algorithm, run.trainer.largest.data_parallel),
     lambda run: _check_step(run.algorithm),
     lambda run: _check_optimizer_steps(
         run.framework.optimizer_steps, run.algorithm.rollouts_per_step

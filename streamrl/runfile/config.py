@@ -227,9 +227,10 @@ class Run(Section, frozen=True, kw_only=True):
 
     @property
     def has_steady_state(self) -> bool:
-        """Whether some steps represent all of them; not so if lengths drift or faults are planned."""
+        """Whether some steps represent all of them; not so if lengths drift, or faults or changes of ranks are planned."""
         lengths = self.workload.lengths
-        return not self.faults and (lengths is None or not lengths.drifts)
+        is_constant = not self.faults and not self.trainer.resize
+        return is_constant and (lengths is None or not lengths.drifts)
 
     def of_kind(self, kind: int) -> Run:
         """Return the run as if it had replicas of one kind alone, the one that is named first where 0."""

@@ -48,6 +48,7 @@ from streamrl.runfile.roles_config import (
     SecondaryTrainerConfig,
     SpeculativeConfig,
     TrainerConfig,
+    TrainerResize,
     VerifierConfig,
 )
 from streamrl.runfile.section import Section
@@ -411,6 +412,7 @@ OF_LOSSES = {
 OF_TRAINERS = {
     "efficiency": POSITIVE_SHARE,
     "start_time": SECONDS,
+    "rank_start_time": SECONDS,
     "expert_tensor_parallel": Bounds(1),
     "max_tokens_per_scoring_pass": Bounds(1),
     "shard_ranks": Bounds(1),
@@ -478,6 +480,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "share": POSITIVE,
     },
     TrainerConfig: OF_TRAINERS,
+    TrainerResize: {"step": Bounds(2), "data_parallel": Bounds(1)},
     SecondaryTrainerConfig: {
         **OF_TRAINERS,
         "min_staleness": Bounds(0),

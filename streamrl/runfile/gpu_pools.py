@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
@@ -169,7 +170,8 @@ def most_replicas(run: Run) -> int:
         takes_turns = side.kind == "trainer" and not side.trainer and run.policies.shares_gpus
         is_theirs = side.kind in ("rollout", "shared") and not side.of_kind
         if side.pool == pool and not is_theirs and not takes_turns:
-            num_gpus -= side.num_gpus
+            is_primary = side.kind == "trainer" and not side.trainer
+            num_gpus -= run.trainer.largest.num_gpus if is_primary else side.num_gpus
     return num_gpus // run.rollout.gpus_per_replica
 
 
@@ -377,6 +379,77 @@ def _check_trainer(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfi
         )
 
 
+def _check_changes_of_ranks(
+    trainers: tuple[TrainerConfig, ...],
+    steps: int,
+    policies: PoliciesConfig,
+    lending: LendingConfig | None,
+) -> None:
+    """Refuse changes of ranks of secondary trainers, out of order, or of a trainer whose ranks cannot change."""
+    for number, trainer in enumerate(trainers):
+        key = f"{trainer_key(number)}.resize"
+        if not trainer.resize:
+            continue
+        if number:
+            text = f"{key} must be absent: only the primary trainer changes its ranks; remove it"
+            raise RunError(key, trainer.sizes[1:], None, text)
+        _check_order(key, trainer.sizes, steps)
+        check_resizable(trainer, policies, lending)
+
+
+def check_resizable(
+    trainer: TrainerConfig, policies: PoliciesConfig, lending: LendingConfig | None
+) -> None:
+    """Raise `RunError` if the primary trainer shards its state over ranks, or others use its GPUs or take its place."""
+    key = "trainer.resize"
+    for name, value, needed in (
+        ("trainer.zero", trainer.zero, 0),
+        ("trainer.expert_parallel", trainer.expert_parallel, 1),
+        ("trainer.expert_tensor_parallel", trainer.expert_tensor_parallel, None),
+    ):
+        if value != needed:
+            must = "be absent" if needed is None else f"be {needed}"
+            text = f"{name} must {must} with {key}, so that each data-parallel rank has the state of every other, got {value}; change it, or remove {key}"
+            raise RunError(name, value, OneOf([needed]), text, (key,))
+    for name, is_used, why in (
+        ("policies.system 'colocated'", policies.shares_gpus, "replicas share its GPUs"),
+        ("[lending]", lending is not None, "replicas generate on its GPUs"),
+        ("policies.promote", policies.promote is not None, "another trainer may replace it"),
+    ):
+        if is_used:
+            text = f"{key} does not work with {name}, because {why}; remove one of them"
+            raise RunError(key, trainer.sizes[1:], None, text)
+
+
+def _check_order(key: str, sizes: Sequence[tuple[int, int]], steps: int) -> None:
+    """Refuse steps out of order or beyond the run, and changes that change nothing."""
+    for place, ((before, had), (step, ranks)) in enumerate(pairwise(sizes)):
+        if not before < step <= steps:
+            bounds = Bounds(max(2, before + 1), steps)
+            text = f"{key}.{place}.step must be {bounds}: steps ascend to algorithm.steps={steps}, got {step}"
+            raise RunError(f"{key}.{place}.step", step, bounds, text, ("algorithm.steps",))
+        if ranks == had:
+            text = (
+                f"{key}.{place}.data_parallel is {ranks}, as before; change it, or remove the entry"
+            )
+            raise RunError(f"{key}.{place}.data_parallel", ranks, None, text)
+
+
+def _check_room(
+    trainer: TrainerConfig, sides: Sequence[Side], pools: dict[str, PoolConfig]
+) -> None:
+    """Refuse more data-parallel ranks than the pool has GPUs for."""
+    others = gpus_used(sides, trainer.pool) - trainer.num_gpus
+    room = pools[trainer.pool].num_gpus - others
+    each = trainer.num_gpus // trainer.data_parallel
+    for place, change in enumerate(trainer.resize):
+        if change.data_parallel * each > room:
+            key = f"trainer.resize.{place}.data_parallel"
+            text = f"{key} must be at most {room // each}, because pool {trainer.pool!r} has {room} GPUs for the trainer, got {change.data_parallel}"
+            others_keys = (pool_key(trainer.pool, "nodes"),)
+            raise RunError(key, change.data_parallel, Bounds(1, room // each), text, others_keys)
+
+
 def _check_shard_ranks(key: str, trainer: TrainerConfig) -> None:
     """Refuse sharding groups that do not divide the ranks, or that have nothing to shard alike."""
     ranks, name = trainer.shard_ranks, f"{key}.shard_ranks"
@@ -569,6 +642,9 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_lending(run.lending, run.lent, run.trainer),
     lambda run: _check_trainers(run.trainers, run.cluster.pools),
     lambda run: _check_shared(run.policies, run.sync, run.rollout.pool, run.trainer.pool),
+    lambda run: _check_changes_of_ranks(
+        run.trainers, run.algorithm.steps, run.policies, run.lending
+    ),
     lambda run: _check_follower_names(run.followers, run.rollout.num_kinds),
     lambda run: _check_verifier(run.verifier),
     lambda run: _check_num_gpus(
@@ -576,6 +652,7 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
         sides_of(run),
         run.cluster.pools,
     ),
+    lambda run: _check_room(run.trainer, sides_of(run), run.cluster.pools),
     lambda run: _check_link(run.cluster.links, run.rollout.kinds, run.trainer.pool),
     lambda run: _check_resize(run.policies, run.rollout, run.cluster.pools, most_replicas(run)),
 )

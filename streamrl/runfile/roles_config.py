@@ -411,6 +411,20 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
+class TrainerResize(Section, frozen=True, kw_only=True):
+    """A change of the primary trainer's data-parallel ranks between two steps.
+
+    The ranks that stay do not restart. Added ranks get weights and optimizer state from them, without a
+    checkpoint. Needs `trainer.zero = 0`. Executed by backend torch with launcher local. `plan` leaves
+    it out. `streamrl resize` changes the ranks of a running job.
+    """
+
+    step: int
+    """The first step that the trainer makes with these ranks; at least 2."""
+    data_parallel: int
+    """As `trainer.data_parallel`, from this step on."""
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     """The training side."""
 
@@ -555,6 +569,28 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """
     start_time: Duration = Duration(0.0)
     """Simulated: seconds until a started trainer is ready."""
+    resize: tuple[TrainerResize, ...] = ()
+    """Changes of `data_parallel` during the run, in order of steps."""
+    rank_start_time: Duration | None = None
+    """Simulated: seconds until an added rank has its process, its libraries and an empty model. The trainer
+    waits for it. Absent: `start_time`.
+    """
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Data-parallel ranks from a step on, as (first step, ranks); step 0 is the size at the start."""
+        changes = [(each.step, each.data_parallel) for each in self.resize]
+        return [(0, self.data_parallel), *changes]
+
+    @property
+    def largest(self) -> TrainerConfig:
+        """The trainer with the most ranks that it ever has by its run file."""
+        return self.with_ranks(max(ranks for _, ranks in self.sizes))
+
+    def with_ranks(self, data_parallel: int) -> TrainerConfig:
+        """Return the trainer with another number of data-parallel ranks, and without later changes."""
+        found: TrainerConfig = msgspec.structs.replace(self, data_parallel=data_parallel, resize=())
+        return found
 
     @property
     def steps_on_nvme(self) -> bool:

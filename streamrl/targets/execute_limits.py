@@ -16,6 +16,7 @@ from streamrl.runfile.algorithm_config import AlgorithmConfig
 from streamrl.runfile.backend_choice import (
     ENGINES,
     SERVER_APIS,
+    TRAINING_BACKENDS,
     EngineChoice,
     RolloutBackend,
     VllmServer,
@@ -27,10 +28,15 @@ from streamrl.runfile.choices import import_object
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.gpu_pools import device_of, kind_key
+from streamrl.runfile.gpu_pools import check_resizable, device_of, kind_key
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig, SyncMode
-from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.roles_config import (
+    LendingConfig,
+    RolloutConfig,
+    TrainerConfig,
+    VerifierConfig,
+)
 from streamrl.runfile.simulation_config import FaultConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -108,6 +114,14 @@ def refusal_of(run: Run) -> str:
     return ""
 
 
+def check_resize(
+    trainer: TrainerConfig, policies: PoliciesConfig, lending: LendingConfig | None, launcher: str
+) -> None:
+    """Raise `RunError` if the ranks of the primary trainer cannot change in an executed run."""
+    check_resizable(trainer, policies, lending)
+    _refuse(limits_of_resize(trainer_key(0), trainer, launcher))
+
+
 def check_back_end_of(run: Run, trainer: int) -> None:
     """Raise `RunError` if the back end of one trainer cannot execute its settings."""
     check_reach(run.policies, run.followers)
@@ -115,6 +129,8 @@ def check_back_end_of(run: Run, trainer: int) -> None:
     own = seen.trainer
     takes_turns = seen.policies.shares_gpus or (trainer == 0 and run.lending is not None)
     device = device_of(execute.device, run.cluster.pools[own.pool])
+    if own.resize:
+        _refuse(limits_of_resize(key, own, execute.launcher))
     _refuse(_limits_of_computation(key, own, seen.algorithm, run.model))
     _refuse(_limits_of_passes(key, own, seen.algorithm, run.framework.optimizer_steps, takes_turns))
     _refuse(_limits_of_layout(key, own, run.model, has_adapters=run.sync.adapter_rank is not None))
@@ -802,6 +818,34 @@ def _limits_of_ranks(
         device,
         trainer.num_gpus == 1 or ":" not in device,
         f"'auto', 'cpu' or 'cuda' where {key} has {trainer.num_gpus} ranks: each rank has a GPU of its own",
+    )
+
+
+def limits_of_resize(key: str, trainer: TrainerConfig, launcher: str) -> Iterator[Limit]:
+    """Yield the limits of a trainer whose data-parallel ranks change during the run."""
+    able = [name for name in TRAINING_BACKENDS.own if training_backend_named(name).changes_ranks]
+    yield Limit(
+        f"{key}.backend",
+        trainer.backend,
+        training_backend_named(trainer.backend).changes_ranks,
+        f"{' or '.join(map(repr, able))} for a trainer whose ranks change, because each rank must have all weights and all of the optimizer",
+        f"--set {key}.backend={able[0]} --set {key}.zero=0, or remove {key}.resize",
+    )
+    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+        degree = getattr(trainer, name)
+        yield Limit(
+            f"{key}.{name}",
+            degree,
+            degree == 1,
+            "1 for an executed trainer whose ranks change",
+            f"--set {key}.{name}=1, or remove {key}.resize",
+        )
+    yield Limit(
+        "execute.launcher",
+        launcher,
+        launcher == "local",
+        "'local' for a trainer whose ranks change",
+        f"--set execute.launcher=local, or remove {key}.resize",
     )
 
 

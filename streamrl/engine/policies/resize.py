@@ -1,4 +1,4 @@
-"""How many replicas and trainers run: restarts, promotion, and resizing."""
+"""How many replicas, trainers and ranks of trainers run: restarts, promotion, and resizing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from streamrl.engine.messages import (
     Generated,
     Promote,
     Resize,
+    ResizeTrainer,
     StartReplica,
     StartTrainer,
     Stop,
@@ -87,7 +88,7 @@ class KeepReplicas:
                 yield from _promote(state, self.promotion)
                 continue
             if trainer.num_lost <= self.max_restarts:
-                yield StartTrainer(trainer.id, trainer.version)
+                yield StartTrainer(trainer.id, trainer.version, trainer.started_ranks)
             elif trainer.leads:
                 yield self._stop(
                     f"the trainer was restarted {self.max_restarts} times and lost again", state
@@ -121,6 +122,22 @@ class KeepReplicas:
 
     def _stop(self, what: str, state: State) -> Stop:
         return Stop(f"{what} (policies.max_restarts){state.failure_counts}")
+
+
+class ResizeTrainers:
+    """Change the data-parallel ranks of a trainer between two of its steps, as the run file or the user wants."""
+
+    ignores = (Generated, Verified)
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Return the due changes."""
+        if state.is_stopping or not state.has_started:
+            return ()
+        return [
+            ResizeTrainer(trainer.id, trainer.wanted_ranks)
+            for trainer in state.trainers
+            if trainer.wanted_ranks != trainer.data_parallel and trainer.can_resize
+        ]
 
 
 class EmptyLeavingReplicas:

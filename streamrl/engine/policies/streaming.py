@@ -28,16 +28,16 @@ class VerifyOnArrival:
 
 
 class Stream:
-    """Train on micro-batches as soon as `fill` rollouts are ready to fill the trainer's GPUs."""
+    """Train as soon as enough rollouts are ready to give every data-parallel rank a micro-batch."""
 
     ignores = (Generated,)
 
-    def __init__(self, trainer: int, fill: int, most: int) -> None:
+    def __init__(self, trainer: int, micro_batch: int, most_fills: int) -> None:
         self.trainer = trainer
-        self.fill = fill
-        """Rollouts that keep every data-parallel rank busy."""
-        self.most = most
-        """Maximum rollouts in one command, so that the trainer soon sees new arrivals."""
+        self.micro_batch = micro_batch
+        """Rollouts that keep one data-parallel rank busy."""
+        self.most_fills = most_fills
+        """Maximum micro-batches of each rank in one command, so that the trainer soon sees new arrivals."""
 
     def decide(self, state: State) -> Iterable[Command]:
         """Return the trainer's next work when it is free."""
@@ -45,14 +45,16 @@ class Stream:
             return ()
         trainer = state.trainers[self.trainer]
         batch, needed = trainer.batch, trainer.rollouts_per_step
+        fill = trainer.data_parallel * self.micro_batch
+        most = self.most_fills * fill
         num_trained, num_trainable = len(batch.in_gradient), len(batch.trainable)
         if num_trained == needed:
             return (_step(trainer),)
-        if num_trainable and num_trainable >= min(self.fill, needed - num_trained):
-            return (Train(_ids(batch.trainable, self.most), trainer.id),)
+        if num_trainable and num_trainable >= min(fill, needed - num_trained):
+            return (Train(_ids(batch.trainable, most), trainer.id),)
         num_unscored = len(batch.unscored)
-        if num_unscored and num_unscored >= min(self.fill, needed - num_trained - num_trainable):
-            return (Score(_ids(batch.unscored, self.most), trainer.id),)
+        if num_unscored and num_unscored >= min(fill, needed - num_trained - num_trainable):
+            return (Score(_ids(batch.unscored, most), trainer.id),)
         return ()
 
     def is_at_rest(self, state: State) -> bool:

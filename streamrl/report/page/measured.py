@@ -42,6 +42,7 @@ WAITS = {
     "environment-start": "waiting for environments to start",
     "failure": "down after a loss",
     "checkpoint": "writing checkpoints",
+    "resize": "changing ranks",
     "backpressure": "waiting for room",
     "start-up": "starting up",
     "evaluation": "waiting for an evaluation",

@@ -47,6 +47,7 @@ ACTIVITIES = {
     "failure": Colour("#000000", "#f5f7f9"),
     "switch": Colour("#E31A1C", "#f16b6d"),
     "kv-transfer": Colour("#FB9A99", "#b86b6a"),
+    "resize": Colour("#5B3A1E", "#a5825f"),
     "skew": Colour("#CC79A7", "#CC79A7"),
     "pipeline": Colour("#C9C9C9", "#7d858e"),
     "staleness": Colour("#8A5A83", "#a9769f"),
