@@ -48,6 +48,7 @@
 #   make bench-reality      twelve executed runs against their simulations, and the gain of asynchrony; an hour
 #   make bench-lending      the gain of lending trainer GPUs, executed and simulated; half an hour
 #   make bench-jobs         plans of random pairs of jobs against static halves; a quarter of an hour
+#   make bench-elastic      seconds to add and remove ranks of the trainer, executed and simulated; five minutes
 #   make bench-learners     PPO, DAPO and a reward model, executed and predicted; a quarter of an hour
 #   make bench-offers       the planner's choice against longer searches of 29 offers; hours
 #   make bench-sensitivity  what-ifs of plans against longer simulations; five minutes
@@ -93,7 +94,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-episodes bench-fidelity bench-first-answer bench-handover bench-jobs bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-elastic bench-episodes bench-fidelity bench-first-answer bench-handover bench-jobs bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -245,6 +246,8 @@ bench-handover: $(READY)
 
 bench-jobs: $(READY)
 	$(BIN)/python -m benchmarks.bench_jobs --page docs/jobs.md
+bench-elastic: $(READY)
+	$(BIN)/python -m benchmarks.bench_elastic
 
 bench-learners: $(READY)
 	$(BIN)/python -m benchmarks.bench_learners
