@@ -261,6 +261,13 @@ def test_a_wrong_cluster_file_is_refused_with_key_value_and_remedy(
         load_jobs(write_files(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("command", ["simulate", "doctor", "execute"])
+def test_commands_of_one_run_say_that_a_cluster_file_has_several(command: str) -> None:
+    done = streamrl(command, EXAMPLE)
+    assert done.returncode == 2
+    assert done.stderr.endswith("cluster file with several jobs; only `streamrl plan` reads it\n")
+
+
 def test_settings_of_the_command_line_change_the_cluster_file(tmp_path: Path) -> None:
     path = write_files(tmp_path)
     jobs = load_jobs(path, ["schedule.objective=dollars", "jobs.0.priority=3"])

@@ -29,7 +29,7 @@ NAMES: tuple[SharingName, ...] = (
     "lending",
     "preemption",
 )
-MOST_TRIED = 2000
+MOST_TRIED = 5000
 """Most combinations of sizes that are all simulated. Of more, sizes are improved step by step from an equal split."""
 Sizes = tuple[int, ...]
 """The shares of each job: those that it owns, or those that it wants."""

@@ -22,6 +22,7 @@ from streamrl.runfile.config import ExecuteConfig, Run
 from streamrl.runfile.errors import OneOf, RunError, raise_all
 from streamrl.runfile.field_checks import drop_unused, find_errors, find_unused
 from streamrl.runfile.frameworks import fill_in, settings_of
+from streamrl.runfile.jobs_config import JOBS
 from streamrl.runfile.keys import join_trainers, place_of, split_trainers
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.plan_config import PlanConfig
@@ -212,6 +213,16 @@ def change_run(run: Run, overrides: Changes) -> Run:
 
 def read_table(path: Path, overrides: Changes = ()) -> dict[str, Any]:
     """Read the run file at `path` and its bases, with changes applied; see `load_run` for the errors."""
+    table = read_any_table(path, overrides)
+    if isinstance(table.get(JOBS), list):
+        raise ValueError(
+            f"{path} is a cluster file with several jobs; only `streamrl plan` reads it"
+        )
+    return table
+
+
+def read_any_table(path: Path, overrides: Changes = ()) -> dict[str, Any]:
+    """Read a run file or a cluster file with its bases, with changes applied."""
     table = read_merged(path)
     apply_changes(table, overrides)
     changed: dict[str, Any] = with_variables(table)

@@ -12,6 +12,8 @@ SharingName = Literal["equal-split", "static-split", "time-slicing", "lending", 
 """How jobs share GPUs. Each has its function in `sim/jobs/sharing.py`."""
 
 
+JOBS = "jobs"
+"""The key that tells a cluster file from a run file."""
 MOST_SHARES = 16
 """Maximum parts of a pool. Each job is planned once for each number of shares."""
 

@@ -19,8 +19,8 @@ import msgspec
 from streamrl.runfile.cluster_config import ClusterConfig, PoolConfig
 from streamrl.runfile.errors import Bounds, OneOf, RunError, raise_all
 from streamrl.runfile.field_checks import check_bounds, find_section_errors, sections_in
-from streamrl.runfile.files import Offer, make_offer, read_table
-from streamrl.runfile.jobs_config import ClusterFile, JobConfig, ScheduleConfig
+from streamrl.runfile.files import Offer, make_offer, read_any_table, read_table
+from streamrl.runfile.jobs_config import JOBS, ClusterFile, JobConfig, ScheduleConfig
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.python_values import Changes
 from streamrl.runfile.reading import read_toml
@@ -28,7 +28,6 @@ from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.units import read_quantity
 
-KEY = "jobs"
 MOST_JOBS = 8
 """Maximum jobs of a cluster file. The number of ways to share GPUs grows with its power."""
 USUAL_SHARES = 8
@@ -59,7 +58,7 @@ class Jobs(NamedTuple):
 def is_cluster_file(path: Path) -> bool:
     """Return whether a file is a cluster file, not a run file; False for an unreadable file."""
     try:
-        return KEY in read_toml(path)
+        return JOBS in read_toml(path)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -71,7 +70,7 @@ def load_jobs(path: Path, overrides: Changes = ()) -> Jobs:
         RunError: one line that names the key, its value and what would be right.
         ValueError: a file is missing or no TOML, or the run file of a job is wrong. The error names the job.
     """
-    table = in_full(read_table(path, overrides))
+    table = in_full(read_any_table(path, overrides))
     raise_all(_errors(table))
     file = msgspec.convert(table, ClusterFile, dec_hook=read_quantity)
     check_bounds(sections_in(file))
@@ -105,7 +104,7 @@ def _check_names(jobs: tuple[JobConfig, ...]) -> None:
     """Raise `RunError` unless there are one to `MOST_JOBS` jobs with different names."""
     if not 1 <= len(jobs) <= MOST_JOBS:
         text = f"jobs must have 1 to {MOST_JOBS} entries, got {len(jobs)}"
-        raise RunError(KEY, len(jobs), Bounds(1, MOST_JOBS), text)
+        raise RunError(JOBS, len(jobs), Bounds(1, MOST_JOBS), text)
     names = [job.name for job in jobs]
     for place, name in enumerate(names):
         if not NAME.fullmatch(name):
