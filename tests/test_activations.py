@@ -129,6 +129,18 @@ def test_tensor_ranks_split_activations_and_the_first_of_several_stages_does_not
     assert pipeline[0] == pytest.approx(alone)
 
 
+@pytest.mark.parametrize(("recompute", "whole"), [("none", 4 * 3584), ("full", 3584)])
+def test_tensor_ranks_without_sequence_parallelism_each_keep_norms_and_residuals(
+    recompute: str, whole: int
+) -> None:
+    degrees = {"recompute": recompute, "tensor_parallel": 4}
+    (split,), (plain,) = (
+        kept(SEVEN, sequence_parallel=is_split, **degrees) for is_split in (True, False)
+    )
+    again = 0 if recompute == "none" else 3 * 3584  # other norms and residuals of one layer
+    assert plain - split == pytest.approx(1000 * 2 * (1 - 1 / 4) * (28 * whole + again))
+
+
 def test_a_stage_holds_one_micro_batch_for_itself_and_one_for_each_after_it() -> None:
     again = 2 * (WHOLE - 3584)
     expected = [1000 * (count * 7 * 2 * 3584 + again) for count in (4, 3, 2, 1)]

@@ -121,6 +121,7 @@ def conditions(
         "offload": trainer.offload,
         "shard-groups": trainer.shard_ranks is not None,
         "tensor": trainer.tensor_parallel > 1,
+        "sequence-parallel": trainer.sequence_parallel,
         "mixture": shape.experts is not None,
         "virtual": trainer.virtual_stages > 1,
         "uneven-stages": shape.num_layers % trainer.pipeline_parallel > 0,
@@ -222,6 +223,8 @@ def _training(trainer: TrainerConfig, longest: int) -> Iterator[PlannedValue]:
         *(("reshard_after_forward", (True,)), ("shard_ranks", (None,))),
     ):
         yield PlannedValue(name, f"trainer.{name}", getattr(trainer, name), plain)
+    splits = trainer.copies_of_norms == 1
+    yield PlannedValue("sequence_parallel", "trainer.sequence_parallel", splits, (True,))
     told = ("fsdp2",) if trainer.zero == 3 else None
     yield PlannedValue("sharding", "trainer.sharding", trainer.sharding, told)
     slices = trainer.expert_slices

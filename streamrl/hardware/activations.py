@@ -147,9 +147,10 @@ def layer_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> tuple[
     """Return the bytes of a token that a layer keeps, and those that it needs during recomputation.
 
     Unfused experts also keep their outputs, because the backward pass of the weighted sum needs them. Ranks
-    that share an expert have each other's copies of tokens.
+    that share an expert have each other's copies of tokens. The bytes are those of all tensor ranks.
     """
-    channels = layer_activations(model)
+    channels, whole = layer_activations(model), trainer.copies_of_norms
+    channels = channels._replace(inputs=whole * channels.inputs, norms=whole * channels.norms)
     if trainer.shards_experts:
         channels = channels._replace(dispatched=trainer.expert_slices * channels.dispatched)
     if trainer.kernels != "fused":
@@ -163,7 +164,7 @@ def layer_bytes(model: ModelShape, trainer: TrainerConfig, dtype: str) -> tuple[
         case "mlp":
             again = cheap + channels.dispatched + channels.projections
         case "full":
-            again = channels.total - model.hidden_size
+            again = channels.total - whole * model.hidden_size
         case _:
             assert_never(trainer.recompute)
     needed = again * EAGER_AGAIN if trainer.kernels == "eager" else again
@@ -178,7 +179,7 @@ def activation_bytes(
     Stage s of p holds the activations of p - s micro-batches, because forward and backward passes
     alternate. With v interleaved slices it holds up to (p - s - 1) 2 + (v - 1) p + 1 slices of 1/v
     of its layers (Narayanan et al. 2021). Tensor ranks split every activation (sequence
-    parallelism, Korthikanti et al. 2022, section 4.2). Context ranks split the tokens of every
+    parallelism, Korthikanti et al. 2022, section 4.2), or all but norms and residuals. Context ranks split the tokens of every
     activation except keys and values: a GPU receives all keys and values of the layer that computes
     attention.
     """

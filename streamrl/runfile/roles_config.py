@@ -516,6 +516,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     activations of MLPs. mlp: norms and whole MLPs, including experts and their dispatch. none:
     only attention scores, which flash attention never keeps.
     """
+    sequence_parallel: bool = True
+    """Simulated: whether tensor ranks split the tokens of norms and residuals (Megatron's
+    sequence_parallel). Otherwise every rank has all of them, which takes memory and time, as by
+    default in NeMo-RL's DTensor back end.
+    """
     kernels: KernelFusion = "eager"
     """Simulated: how elementwise operations run. fused: all fused (Transformer Engine,
     torch.compile), as in tuned pretraining. uncompiled: only attention and norms are fused.
@@ -622,6 +627,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     def ranks_alike(self) -> int:
         """Ranks, next to each other, that train on the same rollouts: tensor and context ranks."""
         return self.tensor_parallel * self.context_parallel
+
+    @property
+    def copies_of_norms(self) -> int:
+        """Tensor ranks that have the same norms and residuals: all of them without sequence parallelism."""
+        return 1 if self.sequence_parallel else self.tensor_parallel
 
     @property
     def expert_copies(self) -> int:

@@ -15,7 +15,7 @@ One layer's passes over a micro-batch, term by term:
 | all-to-all  | once per node and GPU if copies are saved, else each copy              | as much  |
 | slices      | ranks of one expert gather its tokens, and scatter their sums          | as much  |
 | routing     | counts of tokens that hosts and GPUs wait for, longer on slower hosts  | as much  |
-| reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x    |
+| reduce      | tensor ranks gather and scatter the hidden state twice                 | 1.5 x, or as much without sequence parallelism |
 
 Recomputation adds the forward pass to the backward pass. With `mlp` it adds only the MLP's share,
 and with `selective` only norms and activations. Every term has a constant part, a part per token,
@@ -153,8 +153,8 @@ another kernel has the speed-ups f, b and t in forward, backward and both, the c
 (github.com/NVIDIA/Megatron-LM pull 5564).
 """
 REDUCE_BACKWARD = 1.5
-"""Collectives of tensor ranks in a backward pass, relative to the forward pass: inputs are
-gathered again for the gradient of weights (Korthikanti et al. 2022, section 4.2.2).
+"""Collectives of tensor ranks in a backward pass with sequence parallelism, relative to the forward
+pass: inputs are gathered again for the gradient of weights (Korthikanti et al. 2022, section 4.2.2).
 """
 REDUCES = 4
 """Gathers and scatters of tensor ranks in one layer's forward pass, two of each."""
@@ -205,7 +205,7 @@ class Layer(Struct, frozen=True, kw_only=True):
             + adapters_of(self.ranks, self.gemm.flops).backward
             + self.attention() * ATTENTION_BACKWARD
             + self._linear() * LINEAR_BACKWARD
-            + self._reduced() * REDUCE_BACKWARD
+            + self._reduced() * self._reduced_again
             + self._routed()
         )
         match self.ranks.trainer.recompute:
@@ -353,7 +353,8 @@ class Layer(Struct, frozen=True, kw_only=True):
         """Return elementwise work; `_mixture` has the traffic of tokens that experts receive."""
         ranks, constants = self.ranks, self.constants
         found = layer_activations(ranks.model)
-        kept = (found.total - found.dispatched) * ranks.width
+        again = (ranks.trainer.copies_of_norms - 1) * (found.inputs + found.norms)
+        kept = (found.total - found.dispatched + again) * ranks.width
         moved = self._unfused() * constants.activation_traffic * kept
         return Pass(per_token=moved / ranks.trainer.tensor_parallel / ranks.gpu.memory_bandwidth)
 
@@ -451,12 +452,17 @@ class Layer(Struct, frozen=True, kw_only=True):
         return Pass(per_token=float(whole) / tokens) * share
 
     def _reduced(self) -> Pass:
-        """Return the collectives of tensor ranks with sequence parallelism."""
+        """Return the collectives of tensor ranks; an all-reduce is a scatter and a gather."""
         ranks = self.ranks
         degree, hidden = ranks.trainer.tensor_parallel, ranks.model.hidden_size
         wire = (degree - 1) / degree * hidden * ranks.width / ranks.gpu.nvlink
         blocks = ranks.model.num_blocks / ranks.model.num_layers / 2
         return Pass(per_token=self.constants.reduce * REDUCES * wire * blocks)
+
+    @property
+    def _reduced_again(self) -> float:
+        """Collectives of a backward pass, relative to the forward pass."""
+        return REDUCE_BACKWARD if self.ranks.trainer.sequence_parallel else 1.0
 
     # Experts --------------------------------------------------------------------------------------
 
