@@ -31,7 +31,7 @@ FIT = load_training_profile()
 H800 = load_gpu("h800")
 LAYERS, HEADS, CACHES, CHANNELS = 28, 28, 4, 128
 """Of the 7B model: layers, query heads, key-value heads, channels of a head."""
-LONG = (131072, 131072**2 / 2)
+LONG = (131072, 131072**2 / 2, 131072)
 """Tokens and pairs of one long rollout."""
 
 
@@ -51,7 +51,7 @@ def stages(**trainer: Any) -> StageTimes:
     return TrainingCosts.load(resolve(train_run(**trainer))).stages
 
 
-def time(kind: str, size: tuple[float, float], **trainer: Any) -> float:
+def time(kind: str, size: tuple[float, float, float], **trainer: Any) -> float:
     found = getattr(stages(**trainer), f"{kind}_times")([size])
     return float(found[0, 0])
 
@@ -91,7 +91,7 @@ def test_a_ring_shows_what_attention_is_too_short_to_hide() -> None:
     tokens = 4096.0  # of sequences so short that there is no attention to speak of
     layers = LAYERS * FIT.constants.collective / H800.nvlink
     wire = layers * 3 / 4 * tokens * 2 * CACHES * CHANNELS * 2
-    one = float(shared.forward_times([(4096, 0.0)])[0, 0])
+    one = float(shared.forward_times([(4096, 0.0, 4096)])[0, 0])
     computed = shared.forward[0].fixed + alone.forward[0].per_token * tokens / 4
     hidden = LAYERS * 3 / 4 * attention_of_tokens(tokens) / 4
     assert one - computed == pytest.approx(max(0.0, wire - hidden))
@@ -126,7 +126,7 @@ def test_between_nodes_a_ring_goes_through_one_port() -> None:
     runs = [train_run(changes, context_parallel=4) for changes in ({}, narrow)]
     assert [Ranks.of(resolve(run).trainer).context_ranks_of_a_node for run in runs] == [4, 2]
     inside, across = (
-        float(TrainingCosts.load(resolve(run)).stages.forward_times([(4096, 0.0)])[0, 0])
+        float(TrainingCosts.load(resolve(run)).stages.forward_times([(4096, 0.0, 4096)])[0, 0])
         for run in runs
     )
     num_bytes = LAYERS * 3 / 4 * 4096 * 2 * CACHES * CHANNELS * 2

@@ -84,29 +84,30 @@ def test_a_micro_batch_has_no_more_rollouts_and_tokens_than_it_may(
 ) -> None:
     config = trainer(micro_batch=most, max_tokens_per_pass=tokens, packing=packing)
     batches = micro_batches(lengths, config)
-    assert all(size <= max(tokens, *lengths) for size, _ in batches)
+    assert all(size <= max(tokens, *lengths) for size, _, _ in batches)
     assert len(batches) >= -(-len(lengths) // most)
     if packing == "packed":
-        assert sum(size for size, _ in batches) == sum(lengths)
-        assert sum(pairs for _, pairs in batches) == sum(one * one for one in lengths) / 2
+        assert sum(size for size, _, _ in batches) == sum(lengths)
+        assert sum(pairs for _, pairs, _ in batches) == sum(one * one for one in lengths) / 2
     else:
-        assert sum(size for size, _ in batches) >= sum(lengths)
+        assert sum(size for size, _, _ in batches) >= sum(lengths)
 
 
 def test_micro_batches_end_at_their_rollouts_or_at_their_tokens_or_hold_one_long_rollout() -> None:
     config = trainer(micro_batch=2, max_tokens_per_pass=3000)
-    assert [size for size, _ in micro_batches([100] * 4, config)] == [200, 200]
-    assert [size for size, _ in micro_batches([2900, 1000, 1000], config)] == [2900, 2000]
-    assert [size for size, _ in micro_batches([9000, 100], config)] == [9000, 100]
+    assert [size for size, _, _ in micro_batches([100] * 4, config)] == [200, 200]
+    assert [size for size, _, _ in micro_batches([2900, 1000, 1000], config)] == [2900, 2000]
+    assert [size for size, _, _ in micro_batches([9000, 100], config)] == [9000, 100]
     assert micro_batches([], config) == []
 
 
 def test_padded_rollouts_are_all_as_long_as_the_longest() -> None:
     config = trainer(micro_batch=4, max_tokens_per_pass=3000, packing="padded")
-    assert micro_batches([1000, 500, 100], config) == [(3000, 3 * 1000**2 / 2)]
-    assert [size for size, _ in micro_batches([100, 500, 2000], config)] == [1000, 2000]
+    assert micro_batches([1000, 500, 100], config) == [(3000, 3 * 1000**2 / 2, 0)]
+    assert [size for size, _, _ in micro_batches([100, 500, 2000], config)] == [1000, 2000]
     packed = trainer(micro_batch=4, max_tokens_per_pass=3000)
-    assert micro_batches([1000, 500, 100], packed) == [(1600, (1000**2 + 500**2 + 100**2) / 2)]
+    pairs = (1000**2 + 500**2 + 100**2) / 2
+    assert micro_batches([1000, 500, 100], packed) == [(1600, pairs, 3 * 1600)]
 
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 4))
@@ -117,9 +118,9 @@ def test_ranks_get_as_many_full_micro_batches_and_pipelines_get_equal_ones(
         data_parallel=ranks, pipeline_parallel=stages, micro_batch=10, max_tokens_per_pass=1000
     )
     by_rank = fewest_micro_batches(lengths, [0.0] * ranks, config)
-    sizes = [size for one in by_rank for size, _ in one]
+    sizes = [size for one in by_rank for size, _, _ in one]
     assert len(by_rank) == ranks and max(sizes) <= 1000
-    assert sum(pairs for one in by_rank for _, pairs in one) == sum(n * n for n in lengths) / 2
+    assert sum(pairs for one in by_rank for _, pairs, _ in one) == sum(n * n for n in lengths) / 2
     if len(lengths) >= ranks + len(sizes):
         assert len({len(one) for one in by_rank}) == 1
     if stages > 1:
@@ -131,18 +132,22 @@ def test_ranks_get_as_many_full_micro_batches_and_pipelines_get_equal_ones(
 def test_the_longest_come_first_each_where_it_fits_best() -> None:
     one = trainer(micro_batch=3, max_tokens_per_pass=1000)
     lengths = [300, 600, 500, 400, 100, 100]
-    assert [size for size, _ in fewest_micro_batches(lengths, [0.0], one)[0]] == [1000, 900, 100]
-    assert [size for size, _ in fewest_micro_batches([100] * 4, [0.0], one)[0]] == [300, 100]
+    assert [size for size, _, _ in fewest_micro_batches(lengths, [0.0], one)[0]] == [1000, 900, 100]
+    assert [size for size, _, _ in fewest_micro_batches([100] * 4, [0.0], one)[0]] == [300, 100]
     two = trainer(data_parallel=2, micro_batch=9, max_tokens_per_pass=1000)
+    assert [repeats for _, _, repeats in fewest_micro_batches([100] * 4, [0.0], one)[0]] == [
+        900,
+        100,
+    ]
     for loads, sizes in (([0.0, 0.0], [[700], [200]]), ([2.0, 1.0], [[200], [700]])):
         dealt = fewest_micro_batches([400, 300, 200], loads, two)
-        assert [[size for size, _ in rank] for rank in dealt] == sizes
+        assert [[size for size, _, _ in rank] for rank in dealt] == sizes
     assert fewest_micro_batches([], [0.0, 0.0], two) == [[], []]
 
 
 def times(name: str, stages: int) -> float:
-    """Return the seconds of passes with a framework, most of whose micro-batches are half full."""
-    keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096}
+    """Return the seconds of passes with a framework, most of whose micro-batches are half full; the loss is one for all."""
+    keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096, "logits": "chunked"}
     system = {"policies.system": "disaggregated"}
     run = train_run(system, pipeline_parallel=stages, tensor_parallel=8 // stages, **keys)
     named = replace(run, framework=replace(run.framework, name=name))
@@ -171,7 +176,7 @@ def test_ranks_that_gather_weights_wait_for_the_slowest_at_every_micro_batch() -
     run = train_run(zero=3, data_parallel=2, micro_batch=1, order="arrival")
     costs = TrainingCosts.load(resolve(run))
     lengths = [8000, 500, 500, 500, 7600]  # rank 0 has the first, rank 1 all others
-    sizes = [[(n, n * n / 2) for n in rank] for rank in ([8000], [500, 500, 500, 7600])]
+    sizes = [[(n, n * n / 2, n) for n in rank] for rank in ([8000], [500, 500, 500, 7600])]
     times = [
         costs.stages.forward_times(rank)[:, 0] + costs.stages.backward_times(rank)[:, 0]
         for rank in sizes
@@ -193,7 +198,7 @@ def test_expert_ranks_go_in_step_and_plain_ranks_do_not() -> None:
     )
     one = TrainingCosts.load(resolve(train_run(mixture, micro_batch=1)))
     assert apart.train_time(lengths) == pytest.approx(one.train_time(lengths[1:]))
-    sizes = [(n, n * n / 2) for n in (8000, 500, 500, 7600)]
+    sizes = [(n, n * n / 2, n) for n in (8000, 500, 500, 7600)]
     times = shared.stages.forward_times(sizes) + shared.stages.backward_times(sizes)
     assert shared.train_time(lengths) == pytest.approx(times.sum())
 

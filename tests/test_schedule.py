@@ -56,7 +56,7 @@ def micros_of(costs: TrainingCosts, batches: Sequence[MicroBatch]) -> list[Micro
     """Return micro-batches with the seconds of their passes."""
     forward = costs.stages.forward_times(batches).tolist()
     backward = costs.stages.backward_times(batches).tolist()
-    sends = [costs.stages.send * tokens for tokens, _ in batches]
+    sends = [costs.stages.send * tokens for tokens, *_ in batches]
     return [Micro(*each) for each in zip(forward, backward, sends, strict=True)]
 
 

@@ -272,7 +272,7 @@ def test_equal_micro_batches_take_turns_of_the_slowest_stage_and_a_fill_of_the_o
 ) -> None:
     changes = {"trainer.tensor_parallel": 1, "trainer.pipeline_parallel": stages}
     training = TrainingCosts.load(resolve(small_run(changes)))
-    micro = [(2000, 1000.0**2)]  # two rollouts
+    micro = [(2000, 1000.0**2, 4000)]  # two rollouts
     times = training.stages.forward_times(micro) + training.stages.backward_times(micro)
     *others, slowest = times[0]
     assert slowest > max(others, default=0.0)  # it has the output head

@@ -17,9 +17,10 @@ from streamrl.hardware.profiles import load_gpu, load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.frameworks import load_framework
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.training.layer import Layer, Pass
+from streamrl.sim.costs.training.layer import Layer, Pass, loss_passes
 from streamrl.sim.costs.training.profile import PATH, load_training_profile
 from streamrl.sim.costs.training.ranks import Ranks
 from streamrl.sim.costs.training.stage_times import StageTimes
@@ -33,8 +34,8 @@ FIT = load_training_profile()
 CONSTANTS, GEMM, EXPERTS = FIT.constants, FIT.gemm["h800"], FIT.experts["h800"]
 NOTHING = 1e-30
 """Stands for a constant whose term is to vanish."""
-MICRO = (3000, 7e6)
-"""Tokens and pairs of a micro-batch."""
+MICRO = (3000, 7e6, 3000)
+"""Tokens of a micro-batch, its pairs, and its tokens times its sequences."""
 
 
 def train_run(changes: dict[str, Any] | None = None, **trainer: Any) -> Run:
@@ -132,14 +133,14 @@ def test_packed_sequences_attend_each_to_itself() -> None:
 
 def test_recomputation_adds_a_forward_pass_or_mlps_or_norms_and_activations_again() -> None:
     none, selective, mlp, full = (
-        seconds(a_layer(recompute=mode).backward(), *MICRO)
+        seconds(a_layer(recompute=mode).backward(), *MICRO[:2])
         for mode in ("none", "selective", "mlp", "full")
     )
     assert none < selective < mlp < full
     assert selective - none == pytest.approx(0.3 * activations())
     gate_up_down = product(2 * 18944, 3584) + product(3584, 18944)
     assert mlp - selective == pytest.approx(gate_up_down)
-    assert full - none == pytest.approx(seconds(a_layer().forward(), *MICRO))
+    assert full - none == pytest.approx(seconds(a_layer().forward(), *MICRO[:2]))
 
 
 def test_unfused_kernels_move_activations_more_often() -> None:
@@ -207,7 +208,7 @@ def test_the_last_stage_has_the_head_and_those_in_the_middle_what_is_left_of_lay
     forward = stages.forward_times([MICRO])[0]
     backward = stages.backward_times([MICRO])[0]
     ends = [0.0] * (num_stages - 1) + [head()]
-    one, back = seconds(layer.forward(), *MICRO), seconds(layer.backward(), *MICRO)
+    one, back = seconds(layer.forward(), *MICRO[:2]), seconds(layer.backward(), *MICRO[:2])
     expected = [count * one + more for count, more in zip(layers, ends, strict=True)]
     assert forward == pytest.approx(expected)
     expected = [count * back + 2 * more for count, more in zip(layers, ends, strict=True)]
@@ -388,7 +389,7 @@ def test_zero_3_gathers_weights_and_scatters_gradients_for_every_micro_batch() -
     one, three = (stages_of(data_parallel=8, zero=stage) for stage in (1, 3))
     parameters = load_model(train_run().model).num_parameters
     gather = CONSTANTS.collective * 7 / 8 * 2 * parameters / H800.nvlink
-    for micro in ((20, 200.0), (16384, 1e7)):  # too little to hide behind, and plenty
+    for micro in ((20, 200.0, 20), (16384, 1e7, 16384)):  # too little to hide behind, and plenty
         for times, wire in (
             ([s.forward_times([micro])[0, 0] for s in (one, three)], gather),
             ([s.backward_times([micro])[0, 0] for s in (one, three)], 3 * gather),
@@ -406,7 +407,7 @@ def test_zero_2_scatters_gradients_after_every_micro_batch_and_gathers_weights_a
     two, one = (stages_of(data_parallel=8, zero=stage) for stage in (2, 1))
     parameters = load_model(train_run().model).num_parameters
     wire = CONSTANTS.collective * 7 / 8 * parameters / H800.nvlink  # of a byte each
-    micro = (20, 200.0)
+    micro = (20, 200.0, 20)
     assert two.forward_times([micro]) == one.forward_times([micro])
     computed, found = (s.backward_times([micro])[0, 0] for s in (one, two))
     shown = max((1 - CONSTANTS.gather_overlap) * 4 * wire, 4 * wire - computed)
@@ -520,7 +521,7 @@ def test_a_rank_with_one_long_rollout_is_what_a_step_waits_for() -> None:
 
 def test_a_critic_is_trained_and_a_reference_only_scores() -> None:
     actor, ppo = train_costs(), train_costs(PPO)
-    forward = ppo.stages.forward_times([(1000, 1000**2 / 2)]).sum()
+    forward = ppo.stages.forward_times([(1000, 1000**2 / 2, 1000)]).sum()
     assert ppo.train_time([1000]) == pytest.approx(2 * actor.train_time([1000]))
     assert ppo.score_time([1000]) == pytest.approx(2 * forward)
     assert actor.score_time([1000]) == 0
@@ -528,7 +529,7 @@ def test_a_critic_is_trained_and_a_reference_only_scores() -> None:
 
 def test_the_trainers_own_log_probabilities_are_a_forward_pass() -> None:
     costs = train_costs({"algorithm.old_log_probs": "trainer"})
-    forward = costs.stages.forward_times([(1000, 1000**2 / 2)]).sum()
+    forward = costs.stages.forward_times([(1000, 1000**2 / 2, 1000)]).sum()
     assert costs.score_time([1000]) == pytest.approx(forward)
 
 
@@ -816,3 +817,70 @@ def test_a_measured_efficiency_is_not_slowed_down_once_more() -> None:
     )
     assert own[0] == own[1]
     assert others[1] > others[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tensor_ranks_without_sequence_parallelism_each_compute_norms_and_residuals(
+    recompute: str,
+) -> None:
+    split, plain = (
+        a_layer(tensor_parallel=4, sequence_parallel=is_split, recompute=recompute)
+        for is_split in (True, False)
+    )
+    moved = CONSTANTS.activation_traffic * 2 * 4 * 3584 * MICRO[0] / H800.memory_bandwidth
+    assert seconds(plain.forward()) - seconds(split.forward()) == pytest.approx(moved * 3 / 4)
+    wire = MICRO[0] * 4 * 3 / 4 * 3584 * 2 / H800.nvlink * CONSTANTS.reduce
+    passes = 2 if recompute == "none" else 3
+    more = seconds(plain.backward()) - seconds(split.backward())
+    assert more == pytest.approx(passes * moved * 3 / 4 - 0.5 * wire)
+
+
+# The loss of a framework --------------------------------------------------------------------------
+
+NEMO = {"framework.name": "nemo-rl", "framework.transfer_time": "0 s"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({"framework.version": "0.3", "trainer.zero": 1}, (54, 54, 58, 16)),
+        ({"framework.version": "0.5", "trainer.zero": 1}, (46, 46, 18, 16)),
+        ({"trainer.zero": 1}, (46, 46, 18, 16)),
+        ({"trainer.zero": 3}, (22, 22, 42, 16)),
+        ({"trainer.zero": 1, "trainer.logits": "chunked"}, (0, 0, 0, 0)),
+    ],
+)
+def test_log_probs_and_the_loss_of_a_framework_move_the_bytes_that_were_counted(
+    changes: dict[str, Any], counted: tuple[float, ...]
+) -> None:
+    run = train_run({**NEMO, **changes}, tensor_parallel=4)
+    scored, forward, backward = loss_passes(Ranks.of(resolve(run).trainer))
+    second = 152064 / 4 / (0.8 * H800.memory_bandwidth)
+    seconds_each = (scored.per_token, forward.per_token, backward.per_token, backward.per_repeat)
+    assert tuple(each / second for each in seconds_each) == pytest.approx(counted)
+
+
+def test_a_counted_loss_replaces_the_softmax_of_the_head_on_the_last_stage() -> None:
+    loss = load_framework("nemo-rl").losses[1]
+    layer = a_layer(kernels="fused", logits="eager")
+    bare = replace(layer, ranks=replace(layer.ranks, loss=loss)).head()
+    softmax = CONSTANTS.eager_traffic * CONSTANTS.logit_traffic * 152064 / H800.memory_bandwidth
+    assert layer.head().per_token - bare.per_token == pytest.approx(softmax)
+    stages = train_costs(NEMO, zero=1, pipeline_parallel=4).stages
+    assert [one.per_repeat > 0 for one in stages.backward] == [False] * 3 + [True]
+
+
+def test_a_loss_that_takes_one_sequence_at_a_time_fills_all_logits_for_each() -> None:
+    short, long = (
+        train_costs(NEMO, zero=1, max_tokens_per_pass=4096, micro_batch=64).stages.backward_times(
+            [(4096, 0.0, 4096 * count)]
+        )
+        for count in (8, 1)
+    )
+    second = 152064 / (0.8 * H800.memory_bandwidth)
+    assert float(short.sum() - long.sum()) == pytest.approx(7 * 4096 * 16 * second)
+
+
+def test_a_measured_efficiency_has_the_loss_in_it() -> None:
+    stages = train_costs(NEMO, zero=1, efficiency=0.4).stages
+    assert stages.backward[-1].per_repeat == 0

@@ -231,7 +231,7 @@ def even_step_time(
     """
     ranks, stages = _composed(step, rates, constants, triton_attention)
     num_micro = step.sequences // step.data_parallel // step.micro_batch
-    batch = [(step.micro_batch * step.tokens, step.micro_batch * step.tokens**2 / 2)]
+    batch = [(step.micro_batch * step.tokens, step.micro_batch * step.tokens**2 / 2, 0)]
     times = stages.forward_times(batch) + stages.backward_times(batch)
     turns = times.reshape(-1, step.pipeline_parallel).sum(axis=0)
     fill = (np.sum(turns) - np.max(turns)) / step.virtual_stages

@@ -519,13 +519,16 @@ def _turns(costs: TrainingCosts, batch: Sums) -> Turns:
 
 def _even_passes(trainer: TrainerConfig, batch: Sums) -> tuple[int, list[MicroBatch]]:
     """Return the micro-batches of a rank if all are equal, and the sizes of one and of the longest rollout alone."""
-    ranks, longest = trainer.data_parallel, (batch.longest, batch.longest**2 / 2)
+    ranks, is_packed = trainer.data_parallel, trainer.packing == "packed"
+    longest = (batch.longest, batch.longest**2 / 2, batch.longest * is_packed)
     room = max(trainer.max_tokens_per_pass, batch.longest)
     num_micro = max(
         ceil(batch.num_rollouts / (ranks * trainer.micro_batch)), ceil(batch.tokens / ranks / room)
     )
     share = ranks * num_micro
-    mean = (round(batch.tokens / share), batch.squares / 2 / share)
+    tokens = round(batch.tokens / share)
+    repeats = round(tokens * batch.num_rollouts / share) * is_packed
+    mean = (tokens, batch.squares / 2 / share, repeats)
     return num_micro, [mean, longest]
 
 

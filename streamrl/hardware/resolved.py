@@ -36,6 +36,7 @@ from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.frameworks import Loss, loss_of
 from streamrl.runfile.gpu_pools import find_link
 from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.roles_config import (
@@ -97,6 +98,8 @@ class TrainerHardware(Struct, frozen=True, kw_only=True, dict=True):
     """Rank of the adapters that it trains; None if it trains all weights."""
     trains_drafts: bool = False
     """Whether it also trains the model's draft layer."""
+    loss: Loss | None = None
+    """How its framework's log-probs and loss move logits; None if nobody counted it."""
 
     @property
     def gpu(self) -> Gpu:
@@ -232,6 +235,7 @@ class ResolvedRun:
             algorithm=run.algorithm,
             adapter_rank=run.sync.adapter_rank,
             trains_drafts=run.rollout.drafts is not None and run.rollout.drafts.trained,
+            loss=loss_of(run.framework, run.trainer),
         )
 
     @cached_property

@@ -170,6 +170,24 @@ class Layout(_Table, frozen=True, kw_only=True):
         return found if trainer.zero in stages else found | {"trainer.zero": trainer.zero}
 
 
+class Loss(_Table, frozen=True, kw_only=True):
+    """How log-probs and the loss of a training back end move logits through memory, counted in its code.
+
+    It replaces the seconds that `trainer.logits` stands for.
+    """
+
+    layout: str
+    """The back end: a name of `layouts`."""
+    releases: tuple[str, ...] = ()
+    """The releases that have it; all without an entry of their own where empty."""
+    scored_bytes: float
+    """Bytes for each logit in a pass that only scores."""
+    forward_bytes: float
+    backward_bytes: float
+    sequence_bytes: float = 0.0
+    """Bytes for each logit of a micro-batch and each of its packed sequences, if the loss takes these one by one."""
+
+
 class Seconds(_Table, frozen=True, kw_only=True):
     """Seconds that a framework takes."""
 
@@ -235,6 +253,7 @@ class Framework(_Table, frozen=True, kw_only=True):
     engines: list[SupportedEngine] = []
     """None where it generates with whatever `costs.engine` names."""
     layouts: list[Layout]
+    losses: list[Loss] = []
     dispatch: list[DispatchName] | None = None
     """Dispatch policies of this project that it has; all where absent."""
     order: list[OrderName] | None = None
@@ -336,6 +355,18 @@ def slowdown(name: FrameworkName | None, trainer: TrainerConfig) -> Factor:
     layout = None if framework is None else framework.layout_for(trainer)
     has_own = trainer.efficiency is not None
     return NO_FACTOR if layout is None or has_own else layout.slowdown
+
+
+def loss_of(config: FrameworkConfig, trainer: TrainerConfig) -> Loss | None:
+    """Return how the loss of a run's framework moves logits; None if nobody counted it, or the trainer chunks them."""
+    framework = framework_of(config.name)
+    layout = None if framework is None else framework.layout_for(trainer)
+    if framework is None or layout is None or trainer.logits == "chunked":
+        return None
+    release = framework.release_of(config.version)
+    own = [each for each in framework.losses if each.layout == layout.name]
+    named = [each for each in own if release is not None and release.version in each.releases]
+    return next(iter(named or [each for each in own if not each.releases]), None)
 
 
 def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> bool:

@@ -11,5 +11,5 @@ Files to read first:
 - `profile.py`: the fitted constants in profiles/measured/training.toml.
 
 A `Pass` is linear: a constant, seconds per token, and seconds per pair of tokens. Stage times are sums
-of passes, so a micro-batch needs only its tokens and its pairs.
+of passes, so a micro-batch needs only its tokens, its pairs, and its tokens times its sequences.
 """

@@ -10,6 +10,7 @@ One layer's passes over a micro-batch, term by term:
 | linear      | linear-attention layers: seconds of a chunked prefill, by tokens       | 2.55 x   |
 | activations | bytes that are kept, times `activation_traffic`, through memory        | twice    |
 | softmax     | `logit_traffic` bytes a logit through memory, on the last stage        | twice    |
+| loss        | instead of that softmax: bytes a logit, counted in a framework's code  | its own  |
 | experts     | grouped products at a rate that falls with few tokens or few channels  | twice    |
 | permutation | tokens into the order of their experts and back, through memory        | twice    |
 | all-to-all  | once per node and GPU if copies are saved, else each copy              | as much  |
@@ -73,6 +74,8 @@ class Pass(Struct, frozen=True, kw_only=True):
     per_token: float = 0.0
     per_pair: float = 0.0
     """Seconds for each pair of a token and one before it."""
+    per_repeat: float = 0.0
+    """Seconds for each token times the packed sequences of its micro-batch."""
 
     def __add__(self, other: Pass) -> Pass:
         """Add two passes, one after the other."""
@@ -80,6 +83,7 @@ class Pass(Struct, frozen=True, kw_only=True):
             fixed=self.fixed + other.fixed,
             per_token=self.per_token + other.per_token,
             per_pair=self.per_pair + other.per_pair,
+            per_repeat=self.per_repeat + other.per_repeat,
         )
 
     def __mul__(self, times: float) -> Pass:
@@ -88,17 +92,21 @@ class Pass(Struct, frozen=True, kw_only=True):
             fixed=self.fixed * times,
             per_token=self.per_token * times,
             per_pair=self.per_pair * times,
+            per_repeat=self.per_repeat * times,
         )
 
     def shared(self, ranks: int) -> Pass:
         """Return the seconds of one of `ranks` that share the micro-batch; a product of few tokens stays slow."""
         return Pass(
-            fixed=self.fixed, per_token=self.per_token / ranks, per_pair=self.per_pair / ranks
+            fixed=self.fixed,
+            per_token=self.per_token / ranks,
+            per_pair=self.per_pair / ranks,
+            per_repeat=self.per_repeat / ranks,
         )
 
     def time(self, tokens: Floats, pairs: Floats) -> Floats:
-        """Return the seconds of micro-batches with these tokens and pairs."""
-        return self.fixed + self.per_token * tokens + self.per_pair * pairs
+        """Return the seconds of micro-batches of one sequence, with these tokens and pairs."""
+        return self.fixed + (self.per_token + self.per_repeat) * tokens + self.per_pair * pairs
 
 
 def product(rate: GemmRate, columns: float, rows: float) -> Pass:
@@ -106,6 +114,29 @@ def product(rate: GemmRate, columns: float, rows: float) -> Pass:
     seconds = 2 * columns * rows / rate.flops
     slower = 1 + rate.columns / columns + rate.rows / rows
     return Pass(fixed=seconds * rate.tokens, per_token=seconds * slower)
+
+
+class LossPasses(NamedTuple):
+    """Seconds that a counted loss adds to the passes of the last stage."""
+
+    scored: Pass
+    forward: Pass
+    backward: Pass
+
+
+def loss_passes(ranks: Ranks) -> LossPasses:
+    """Return the seconds in which a framework's log-probs and loss move logits through memory; none if not counted."""
+    loss, trainer = ranks.loss, ranks.trainer
+    if loss is None:
+        return LossPasses(Pass(), Pass(), Pass())
+    bandwidth = ranks.gpu.memory_bandwidth * ranks.gpu.roofline.bandwidth_efficiency
+    split = trainer.tensor_parallel * trainer.context_parallel
+    second = ranks.model.vocab_size / split / bandwidth
+    return LossPasses(
+        Pass(per_token=loss.scored_bytes * second),
+        Pass(per_token=loss.forward_bytes * second),
+        Pass(per_token=loss.backward_bytes * second, per_repeat=loss.sequence_bytes * second),
+    )
 
 
 class AdapterPasses(NamedTuple):
@@ -222,7 +253,12 @@ class Layer(Struct, frozen=True, kw_only=True):
                 assert_never(self.ranks.trainer.recompute)
 
     def head(self) -> Pass:
-        """Return the forward pass of the output head and its softmax, for the last stage."""
+        """Return the forward pass of the output head and its softmax, for the last stage.
+
+        A loss whose passes were counted in its code has its seconds apart (`loss_passes`).
+        """
+        if self.ranks.loss is not None:
+            return self._unembedded()
         moved = self._unfused_logits() * self.constants.logit_traffic * self._logits
         return self._unembedded() + Pass(per_token=moved / self.ranks.gpu.memory_bandwidth)
 

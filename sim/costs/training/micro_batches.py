@@ -8,8 +8,11 @@ from heapq import heapify, heapreplace
 
 from streamrl.runfile.roles_config import TrainerConfig
 
-MicroBatch = tuple[int, float]
-"""Tokens of a micro-batch, padding included, and its pairs of a token and one before it."""
+MicroBatch = tuple[int, float, int]
+"""Tokens of a micro-batch, padding included, its pairs of a token and one before it, and its tokens times its sequences.
+
+A loss that takes packed sequences one by one may touch all tokens for each. The last number is 0 if they are padded.
+"""
 
 
 def distribute_rollouts(
@@ -83,10 +86,13 @@ def fewest_micro_batches(
         trainer: its limits on a micro-batch.
     """
     bins = _spread(_best_fit(lengths, trainer), trainer.data_parallel)
-    sizes = [(sum(one), sum(length * length for length in one) / 2) for one in bins]
-    if trainer.pipeline_parallel > 1 and sizes:
-        largest = max(tokens for tokens, _ in sizes)
-        sizes = [(largest, pairs) for _, pairs in sizes]
+    tokens = [sum(one) for one in bins]
+    if trainer.pipeline_parallel > 1 and bins:
+        tokens = [max(tokens)] * len(bins)
+    sizes = [
+        (total, sum(length * length for length in one) / 2, total * len(one))
+        for total, one in zip(tokens, bins, strict=True)
+    ]
     turns = sorted(range(len(loads)), key=lambda rank: loads[rank])
     dealt: list[list[MicroBatch]] = [[] for _ in loads]
     for turn, rank in enumerate(turns):
@@ -127,5 +133,5 @@ def _spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
 
 def _size(count: int, tokens: int, longest: int, squares: int, *, is_packed: bool) -> MicroBatch:
     if is_packed:
-        return tokens, squares / 2
-    return count * longest, count * longest * longest / 2
+        return tokens, squares / 2, tokens * count
+    return count * longest, count * longest * longest / 2, 0

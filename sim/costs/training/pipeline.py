@@ -412,7 +412,7 @@ class PipelinedSchedule:
 
     def _sends(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[list[float]]:
         """Return, for each clock, the seconds that each micro-batch takes from stage to stage."""
-        by_rank = [[self._stages.send * tokens for tokens, _ in part] for part in dealt]
+        by_rank = [[self._stages.send * tokens for tokens, _, _ in part] for part in dealt]
         if not self._goes_in_step:
             return by_rank
         return [[max(each) for each in zip_longest(*by_rank, fillvalue=0.0)]]

@@ -15,6 +15,7 @@ from streamrl.hardware.memory import (
 from streamrl.hardware.model_shape import BYTES, ModelShape
 from streamrl.hardware.profiles import Gpu
 from streamrl.hardware.resolved import TrainerHardware
+from streamrl.runfile.frameworks import Loss
 from streamrl.runfile.roles_config import TrainerConfig
 
 
@@ -39,6 +40,8 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
     """Share of a model's parameters that are trained, on average over trained models."""
     drafted: float = 0.0
     """Draft layers that a trained model trains, on average over trained models: a critic has none."""
+    loss: Loss | None = None
+    """How log-probs and the loss move logits; None if nobody counted it, so that `trainer.logits` says it."""
     host_slowdown: float = 1.0
     """Seconds in which hosts launch an operation, relative to x86 hosts; 1 where CUDA graphs launch them."""
     collective: float = 1.0
@@ -61,6 +64,7 @@ class Ranks(Struct, frozen=True, kw_only=True, dict=True):
             trained=trainer.trained_models / num_trained,
             drafted=trainer.trains_drafts / num_trained,
             host_slowdown=trainer.gpu.host_slowdown.middle,
+            loss=trainer.loss,
         )
 
     @property

@@ -15,6 +15,7 @@ from streamrl.hardware.parallelism import stage_layers
 from streamrl.sim.costs.training.layer import (
     BACKWARD,
     Layer,
+    LossPasses,
     Pass,
     adapters_of,
     late_backward,
@@ -24,7 +25,7 @@ from streamrl.sim.costs.training.micro_batches import MicroBatch
 from streamrl.sim.costs.training.ranks import Ranks
 
 Lines: TypeAlias = tuple[Floats, Floats]
-"""(slices,) seconds of a micro-batch, and (2, slices) seconds per token and per pair."""
+"""(slices,) seconds of a micro-batch, and (3, slices) seconds per token, per pair, and per token and sequence."""
 
 
 class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
@@ -81,6 +82,15 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
             gather_time=gather / slices,
             scatter_time=scatter / slices,
             send=_send_time(ranks),
+        )
+
+    def with_loss(self, loss: LossPasses, score: float, train: float) -> StageTimes:
+        """Add a counted loss to the last stage, with scoring and training passes faster by these factors."""
+        return replace(
+            self,
+            scored=_with_last(self.scored, loss.scored * (1 / score)),
+            forward=_with_last(self.forward, loss.forward * (1 / train)),
+            backward=_with_last(self.backward, loss.backward * (1 / train)),
         )
 
     @classmethod
@@ -142,7 +152,8 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _per_token(self) -> float:
-        return sum(one.per_token for one in (*self.forward, *self.backward))
+        """Seconds of a token of a rollout that is alone in its micro-batch."""
+        return sum(one.per_token + one.per_repeat for one in (*self.forward, *self.backward))
 
     @cached_property
     def _per_pair(self) -> float:
@@ -156,7 +167,7 @@ class StageTimes(Struct, frozen=True, kw_only=True, dict=True):
         lates: tuple[tuple[Pass, ...], ...],
     ) -> Floats:
         fixed, slopes = _lines(passes)
-        sizes = np.array(batches, dtype=float).reshape(-1, 2)
+        sizes = np.array(batches, dtype=float).reshape(-1, 3)
         computed = fixed + sizes @ slopes
         for late in lates:
             at_first, slopes = _lines(late)
@@ -171,7 +182,11 @@ def _lines(passes: tuple[Pass, ...]) -> Lines:
     """Combine the passes of all slices. Trainers that differ in their data-parallel ranks share them."""
     fixed = np.array([one.fixed for one in passes])
     slopes = np.array(
-        [[one.per_token for one in passes], [one.per_pair for one in passes]],
+        [
+            [one.per_token for one in passes],
+            [one.per_pair for one in passes],
+            [one.per_repeat for one in passes],
+        ]
     )
     return fixed, slopes
 
@@ -184,6 +199,10 @@ def _with_draft_layer(ranks: Ranks, layers: Sequence[int]) -> tuple[list[float],
 def _with_head(one: Pass, layers: Sequence[float], head: Pass) -> tuple[Pass, ...]:
     *stages, last = (one * count for count in layers)
     return (*stages, last + head)
+
+
+def _with_last(passes: tuple[Pass, ...], added: Pass) -> tuple[Pass, ...]:
+    return (*passes[:-1], passes[-1] + added)
 
 
 def _divided(lates: tuple[tuple[Pass, ...], ...], factor: float) -> tuple[tuple[Pass, ...], ...]:

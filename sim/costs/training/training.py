@@ -40,7 +40,7 @@ from streamrl.sim.costs.corrections import (
     own_transfer,
 )
 from streamrl.sim.costs.router_replay import replay_time
-from streamrl.sim.costs.training.layer import Layer
+from streamrl.sim.costs.training.layer import Layer, loss_passes
 from streamrl.sim.costs.training.pipeline import PipelinedSchedule, TrainerSchedule
 from streamrl.sim.costs.training.profile import (
     Constants,
@@ -151,8 +151,9 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         )
         sent_share = sent.trained * longest / (sent.trained * longest + own_time)
         replayed = replay_time(resolved)
+        stages = stages.at(score / times.middle, train / times.middle)
         return cls(
-            stages=stages.at(score / times.middle, train / times.middle),
+            stages=stages.with_loss(loss_passes(ranks), score, train),
             num_scored=trainer.algorithm.num_scored,
             num_trained=num_trained,
             informative_share=run.computed_share,
@@ -251,7 +252,7 @@ def _choose_stages(trainer: TrainerHardware) -> tuple[Ranks, StageTimes, float, 
     alike = replace(trainer.config, data_parallel=1, zero=1, micro_batch=1, offload=False)
     known = _known_stages(replace(trainer, config=alike))
     if known.constants is None:
-        return ranks, known.stages, 0.0, known.provenance
+        return replace(ranks, loss=None), known.stages, 0.0, known.provenance
     ranks = replace(ranks, collective=known.constants.collective)
     stages = known.stages.with_transfers(ranks)
     return ranks, stages, known.constants.step_time, known.provenance
