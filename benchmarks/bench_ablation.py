@@ -165,6 +165,16 @@ def _no_offload() -> None:
     force_setattr(switch, "offload_bandwidth", None)
 
 
+def _no_kept_weights() -> None:
+    switch = load_framework("nemo-rl").switch_time
+    assert switch is not None, "its switch is known"
+    force_setattr(switch, "keeps_weights", False)
+
+
+def _no_counted_loss() -> None:
+    force_setattr(load_framework("nemo-rl"), "losses", [])
+
+
 def _no_offload_to_score() -> None:
     for release in load_framework("nemo-rl").releases:
         force_setattr(release, "offloads_to_score", False)
@@ -224,6 +234,8 @@ TERMS = (
     Term("slowdown of NeMo-RL's Megatron passes", _in_layouts("slowdown", NO_FACTOR), _is_megatron),
     Term("whole batches packed by NeMo-RL", _in_layouts("fills_micro_batches", False), _is_nemo),
     Term("offload of optimizer states in NeMo-RL's switch", _no_offload, _is_nemo),
+    Term("weights that sleeping engines of NeMo-RL keep", _no_kept_weights, _is_nemo),
+    Term("passes over logits counted in NeMo-RL's code", _no_counted_loss, _is_nemo),
     Term("offload of optimizer states to score, up to NeMo-RL 0.4", _no_offload_to_score, _is_nemo),
     Term("copies of a batch for each rank, up to NeMo-RL 0.6", _no_copies, _is_nemo),
     Term("calls for each tensor of a hand-over", _no_tensor_time, _any),

@@ -81,6 +81,22 @@ def test_ranks_of_one_node_gather_over_nvlink() -> None:
     )
 
 
+def test_engines_that_keep_their_weights_copy_them_out_and_back_in_every_switch() -> None:
+    row = next(row for row in ROWS if row.model == "llama-3.1-70b" and row.pipeline_parallel == 4)
+    resolved = resolve(run_of(row))
+    change, own = PhaseChange.load(resolved), own_switch(resolved.run.framework, "h100")
+    assert own.per_gpu is not None and own.per_gpu.keeps_weights
+    dropped = own._replace(per_gpu=replace(own.per_gpu, keeps_weights=False))
+    without = PhaseChange.of(resolved.replica, resolved.trainer, dropped)
+    shard = 2.0 * load_model(resolved.run.model).num_parameters / 4  # tensor ranks of a replica
+    copied = shard / load_gpu("h100").host_link
+    assert without.kept_time == 0
+    assert change.kept_time == pytest.approx(copied, rel=0.01)
+    assert change.push_time - without.push_time == pytest.approx(2 * change.kept_time)
+    assert change.lend_time - without.lend_time == pytest.approx(change.kept_time)
+    assert change.return_time - without.return_time == pytest.approx(change.kept_time)
+
+
 def test_a_framework_that_offloads_moves_its_optimizer_slowly_at_every_switch() -> None:
     row = next(row for row in ROWS if row.model == "llama-3.1-8b" and row.zero == 1)
     resolved = resolve(run_of(row))

@@ -3,7 +3,8 @@
     generate ─► sleep ─► onload ─► score, train, step ─► reshard ─► offload ─► wake ─► generate
 
 - sleep: the replica's KV cache and weights are discarded. No bytes move, because new weights
-  follow.
+  follow. But some frameworks keep the old weights in host memory meanwhile, and copy them back
+  before the new ones come (`keeps_weights` of profiles/frameworks).
 - onload: weights of actor, critic and reference and the optimizer states go from host memory to the
   GPU.
 - reshard: frameworks gather every tensor on every GPU, in buckets, and hand it to the replica there
@@ -77,6 +78,8 @@ class PhaseChange:
     """Tensors that a framework hands over, one by one."""
     hand_over_time: float = 0.0
     """Seconds to convert tensors to the checkpoint's format and to load them, in addition to their bytes."""
+    kept_time: float = 0.0
+    """Seconds in which a replica that sleeps copies its weights to host memory; as many bring them back."""
     switch_time: float
     """Seconds of the framework's own calls, in addition to weights and moving bytes."""
     sent_bytes: int
@@ -140,10 +143,14 @@ class PhaseChange:
             at_link = moved / side.gpu.host_link
             onload_time = max(onload_time, at_link)
             offload_time = moved / own.offload_bandwidth + max(0.0, offload_time - at_link)
+        kept_time = 0.0
+        if own.keeps_weights and replica.adapter_rank is None:
+            kept_time = fullest_stage(replica).weights / side.gpu.host_link
         return replace(
             self,
             onload_time=onload_time,
             offload_time=offload_time,
+            kept_time=kept_time,
             reshard_time=gathered / wire,
             num_tensors=count,
             hand_over_time=count * load_hand_over(own.hand_over).tensor_time,
@@ -154,7 +161,8 @@ class PhaseChange:
     @property
     def fill_time(self) -> float:
         """Seconds of a push apart from bytes between GPUs."""
-        return self.offload_time + self.onload_time + self.hand_over_time + self.switch_time
+        moved = self.offload_time + self.onload_time + 2 * self.kept_time
+        return moved + self.hand_over_time + self.switch_time
 
     @property
     def push_time(self) -> float:
@@ -165,7 +173,12 @@ class PhaseChange:
     def lend_time(self) -> float:
         """Seconds until GPUs of an idle trainer generate with its newest weights."""
         handed = self.reshard_time + self.hand_over_time + self.wake_time
-        return self.offload_time + handed + self.switch_time
+        return self.offload_time + self.kept_time + handed + self.switch_time
+
+    @property
+    def return_time(self) -> float:
+        """Seconds until these GPUs can train again."""
+        return self.kept_time + self.onload_time
 
     def sync_costs(self) -> SyncCosts:
         """Return the change as a push and a load, the form that traces use.
@@ -198,7 +211,7 @@ class LendingCosts:
     def of(cls, lent: ReplicaHardware, trainer: TrainerHardware, own: OwnSwitch) -> LendingCosts:
         """Return the seconds of both switches; `own` is what the framework adds to them."""
         change = PhaseChange.of(lent, trainer, own)
-        return cls(change.lend_time, change.onload_time, sources=(*change.sources, own.source))
+        return cls(change.lend_time, change.return_time, sources=(*change.sources, own.source))
 
 
 def sync_costs(resolved: ResolvedRun) -> SyncCosts:

@@ -39,6 +39,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import choose_system
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import PROFILES, load_gpu, load_model
+from streamrl.hardware.resolved import ResolvedRun, resolve
 from streamrl.hardware.step_errors import Stage
 from streamrl.record.band import StepBasis
 from streamrl.record.metrics import steady_basis
@@ -49,6 +50,8 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
 from streamrl.sim.batch_generation import DrawnBatch, generate_batch
+from streamrl.sim.costs.colocation import PhaseChange
+from streamrl.sim.costs.corrections import own_switch
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.published_rows import Row
 from streamrl.sim.fidelity.switches import switch_rows
@@ -156,6 +159,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """Published seconds by stage, with the names of `PhaseSeconds`."""
     fitted: list[str]
     """Stages with constants that rest on this very source."""
+    generation_has_sleep: bool = False
+    """Whether the published generation ends when replicas sleep, and not with the last rollout."""
 
     @property
     def partition(self) -> str:
@@ -203,6 +208,7 @@ def load_published(path: Path = PATH) -> list[Published]:
                     opens={**group["opens"], **step.get("opens", {})},
                     stages=step.get("stages", {}),
                     fitted=group["fitted"],
+                    generation_has_sleep=group.get("generation_has_sleep", False),
                 )
             )
     return found
@@ -315,7 +321,14 @@ def simulate_step(step: Published, choice: dict[str, Any]) -> Simulated | None:
         seconds = {"step": step_seconds(trace, ahead)}
     else:
         seconds = phase_seconds(trace, Costs.load(run).training.overhead_time)._asdict()
+        seconds["generation"] += sleep_seconds(resolve(run)) if step.generation_has_sleep else 0.0
     return Simulated(seconds, steady_basis(trace))
+
+
+def sleep_seconds(resolved: ResolvedRun) -> float:
+    """Return the seconds in which the replicas of a colocated run go to sleep; they are a part of its switch."""
+    own = own_switch(resolved.run.framework, resolved.trainer.pool.gpu).per_gpu
+    return (own.sleep if own is not None else 0.0) + PhaseChange.load(resolved).kept_time
 
 
 def step_seconds(trace: Trace, most_ahead: int) -> float:

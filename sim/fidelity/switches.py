@@ -98,7 +98,7 @@ def predict(row: Switch) -> Prediction:
         return Prediction(others, 1.0, change.switch_time)
     rest = change.reshard_time + change.wake_time
     if row.kind == "refit":
-        rest += change.offload_time
+        rest += change.offload_time + change.kept_time
     elif row.kind == "switch":
         rest = change.push_time - change.hand_over_time + change.wake_time
     return Prediction(rest, change.num_tensors, change.hand_over_time / change.num_tensors)

@@ -200,11 +200,17 @@ class SwitchSeconds(Seconds, frozen=True, kw_only=True):
     `base` is the calls that put engines to sleep, wake them and map memory.
     """
 
+    sleep: Duration = Duration(0.0)
+    """The part of `base` in which engines go to sleep, which some published stages count as generation."""
     hand_over: str
     """File of profiles/sync that says how replicas get the weights from trainers on their GPUs."""
     offload_bandwidth: Bandwidth | None = None
     """Bytes a second of a GPU's optimizer states on their way to host memory, in every switch.
     None: they move only if there is no room, at the bandwidth of the GPU's host link.
+    """
+    keeps_weights: bool = False
+    """Whether engines that sleep copy their weights to host memory, and back when they wake (level 1 of
+    vLLM's sleep mode). Otherwise they drop them.
     """
 
 
