@@ -20,6 +20,7 @@ from msgspec.structs import force_setattr, replace
 
 from streamrl.hardware.operator_tables import Floats
 from streamrl.hardware.profiles import known_engines, load_gpu, load_model
+from streamrl.hardware.resolved import ResolvedRun
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.findings import value_of
@@ -31,6 +32,7 @@ from streamrl.sim.costs.kernels import Estimate, unmeasured
 from streamrl.sim.costs.overheads import load_engine
 from streamrl.sim.costs.sync_profiles import load_hand_over
 from streamrl.sim.costs.training.profile import load_training_profile
+from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.fidelity.published_rows import Row, grouped, summarise
 from streamrl.sim.fidelity.rl_steps import LENGTHS, Published, load_published, stage_rows
 from streamrl.sim.fidelity.scorecard import stamp
@@ -198,6 +200,15 @@ def _no_routing_time() -> None:
     force_setattr(load_training_profile().constants, "routing_time", 0.0)
 
 
+def _no_gathered_scores() -> None:
+    load = TrainingCosts.load
+
+    def loose(resolved: ResolvedRun) -> TrainingCosts:
+        return replace(load(resolved), gathers_scores=False)
+
+    TrainingCosts.load = loose  # type: ignore[method-assign]  # of this process alone
+
+
 def _line_rate_between_nodes() -> None:
     def reduced(self: Interconnect, num_bytes: Floats, domains: int) -> Estimate:
         return unmeasured(num_bytes / (self.network * self.domain / 2), self.source, "network")
@@ -225,6 +236,10 @@ def _spans_nodes(run: Run) -> bool:
     return run.rollout.tensor_parallel > run.cluster.pools[run.rollout.pool].domain
 
 
+def _is_pipelined(run: Run) -> bool:
+    return run.trainer.pipeline_parallel > 1
+
+
 def _any(run: Run) -> bool:
     return True
 
@@ -239,6 +254,7 @@ TERMS = (
     Term("offload of optimizer states to score, up to NeMo-RL 0.4", _no_offload_to_score, _is_nemo),
     Term("copies of a batch for each rank, up to NeMo-RL 0.6", _no_copies, _is_nemo),
     Term("calls for each tensor of a hand-over", _no_tensor_time, _any),
+    Term("scores gathered from all ranks after each pass", _no_gathered_scores, _is_pipelined),
     Term("slow hosts of Grace", _no_host_slowdown, _is_on_grace),
     Term("wait for token counts", _no_routing_time, _is_mixture),
     Term("NCCL between nodes, for tensor ranks", _line_rate_between_nodes, _spans_nodes),

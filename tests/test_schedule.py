@@ -157,6 +157,22 @@ def test_scores_go_through_in_one_direction_and_training_follows_stage_by_stage(
     assert line.finish(0.0) == pytest.approx(PipelineRun(4, (scored + micros) * 3).done_at)
 
 
+def test_scores_of_a_whole_batch_are_there_before_anything_else_begins() -> None:
+    changes = {**PASSES, "policies.system": "disaggregated"}
+    run = train_run(changes=changes, data_parallel=3, pipeline_parallel=4)
+    costs, lengths = TrainingCosts.load(resolve(run)), heavy_tailed(40)
+    assert costs.num_scored == 2
+    ranks = distribute_rollouts(lengths, [0.0] * 3, costs.stages.rollout_time, run.trainer)
+    dealt = [micros_of(costs, micro_batches(rank, run.trainer)) for rank in ranks]
+    scored = [[Micro(micro.forward, None, micro.send) for micro in rank] for rank in dealt]
+    one_pass = max(PipelineRun(4, rank).done_at for rank in scored)
+    line = costs.line()
+    scored_at = line.score(lengths, 0.0)
+    assert scored_at == pytest.approx(2 * one_pass)
+    line.train(lengths, scored_at)
+    assert line.finish(0.0) - scored_at == pytest.approx(costs.train_time(lengths))
+
+
 durations = st.floats(0.001, 10.0)
 ROW = st.tuples(durations, durations, durations)
 

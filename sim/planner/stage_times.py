@@ -495,6 +495,8 @@ class Turns(NamedTuple):
     """Seconds of the slowest stage for training on all micro-batches."""
     fill: float
     """Seconds to fill the pipeline with training and to empty it again."""
+    score_fill: float = 0.0
+    """The same with a scoring pass, if the scores of all stages are gathered after it."""
 
 
 def _turns(costs: TrainingCosts, batch: Sums) -> Turns:
@@ -509,12 +511,14 @@ def _turns(costs: TrainingCosts, batch: Sums) -> Turns:
     slowest = float(mean.max())
     fill = (float(mean.sum()) - slowest) / trainer.virtual_stages
     turns = max(num_micro * slowest, float(longest.max()))
-    scored = 0.0
+    scored = score_fill = 0.0
     if costs.num_scored:
         num_micro, micro = _even_passes(trainer.scorer, batch)
         mean, longest = _of_stages(stages.scored_times(micro), trainer.pipeline_parallel)
         scored = max(num_micro * float(mean.max()), float(longest.max()))
-    return Turns(batch.num_rollouts, scored, turns, fill)
+        if costs.gathers_scores:
+            score_fill = float(mean.sum() - mean.max()) / trainer.virtual_stages
+    return Turns(batch.num_rollouts, scored, turns, fill, score_fill)
 
 
 def _even_passes(trainer: TrainerConfig, batch: Sums) -> tuple[int, list[MicroBatch]]:
@@ -535,14 +539,14 @@ def _even_passes(trainer: TrainerConfig, batch: Sums) -> tuple[int, list[MicroBa
 def _commands(costs: TrainingCosts, batch: Turns, *, commands: int, fills: int) -> float:
     """Return the seconds of scoring and training rollouts, given the number of commands and pipeline fills.
 
-    Training fills a pipeline while scoring leaves it. Models that take turns fill it one after the
-    other.
+    Training fills a pipeline while scoring leaves it, unless scores are gathered. Models that take turns fill it one
+    after the other.
     """
     switches, trained = costs.switches, costs.num_trained * costs.epochs
     if switches.train_time:
         fills *= costs.num_trained
     switched = costs.num_scored * switches.score_time + trained * switches.train_time
-    turns = costs.num_scored * batch.scored + trained * batch.trained
+    turns = costs.num_scored * (batch.scored + batch.score_fill) + trained * batch.trained
     return commands * switched + costs.informative_share * (turns + fills * batch.fill)
 
 

@@ -12,7 +12,8 @@ Device s of p holds chunks s, s + p, s + 2p … of p v slices. Forward passes ru
 micro-batches, chunk after chunk. A device runs (p - s - 1) 2 + (v - 1) p of them before forward and
 backward passes alternate (same paper, section 2.2; the order is Megatron-LM's).
 
-Each data-parallel rank works on its own share, and waits for the others at the optimizer step.
+Each data-parallel rank works on its own share, and waits for the others at the optimizer step. If a step trains on a whole
+batch, one controller gathers the scores of all ranks after each scoring pass, and nothing else begins before.
 Ranks that share experts, or gather weights for every micro-batch, run in lockstep: all wait for the
 slowest.
 """
@@ -196,7 +197,7 @@ class Pipeline:
 
     def resume_at(self, instant: float) -> None:
         """Block all stages until `instant`, by which all are free."""
-        self.free_at = [instant] * self.num_stages
+        self.free_at, self.open_until = [instant] * self.num_stages, instant
 
     def occupy(self, free_at: Sequence[float]) -> None:
         """Set when each stage is free after another schedule, and when the first one is open."""
@@ -279,6 +280,7 @@ class PipelinedSchedule:
         update_time: float = 0.0,
         transfer_times: tuple[float, float] = (0.0, 0.0),
         fills_micro_batches: bool = False,
+        gathers_scores: bool = False,
     ) -> None:
         """Create a schedule in which every rank is free.
 
@@ -293,12 +295,13 @@ class PipelinedSchedule:
             update_time: seconds of the optimizer steps before the last.
             transfer_times: seconds in which the controller sends a rollout for a scoring pass, and for training.
             fills_micro_batches: whether rollouts of all ranks go into as few micro-batches as possible.
+            gathers_scores: whether scores of all ranks are gathered before anything else begins.
         """
         self._stages, self._trainer = stages, trainer
         self._scores, self._trains, self._share = scores, trains, share
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
         self._scored_in, self._trained_in = transfer_times
-        self._fills_micro_batches = fills_micro_batches
+        self._fills_micro_batches, self._gathers_scores = fills_micro_batches, gathers_scores
         self._num_trained = 0
         """Rollouts since the last optimizer step."""
         self._batch: list[int] = []
@@ -321,6 +324,8 @@ class PipelinedSchedule:
                     continue
                 for row, send in zip(rows, between, strict=True):
                     rank.score(row, send, now)
+            if self._gathers_scores:
+                self._meet()
         return self._open_until(now)
 
     def train(self, lengths: Sequence[int], now: float) -> float:
@@ -369,11 +374,15 @@ class PipelinedSchedule:
                     rank.train(one, other, send, now)
 
     def _update(self) -> None:
-        """Run an optimizer step between two mini-batches: every rank waits for the slowest."""
-        done_at = max(rank.drain() for rank in self._ranks) + self._update_time
+        """Run an optimizer step between two mini-batches."""
+        self._meet(self._update_time)
+        self._num_trained = 0
+
+    def _meet(self, seconds: float = 0.0) -> None:
+        """Let every rank and stage wait for the slowest, and for `seconds` more."""
+        done_at = max(rank.drain() for rank in self._ranks) + seconds
         for rank in self._ranks:
             rank.resume_at(done_at)
-        self._num_trained = 0
 
     def _wait(self, seconds: float, now: float) -> None:
         """Block every stage for `seconds`."""

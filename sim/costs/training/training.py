@@ -121,6 +121,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     """
     fills_micro_batches: bool
     """Whether the rollouts of a whole batch go into as few micro-batches as possible."""
+    gathers_scores: bool
+    """Whether the scores of a whole batch are gathered after each scoring pass."""
     provenance: Provenance
     trainer: TrainerConfig
 
@@ -138,6 +140,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         score, train = corrections.training_factors
         times = slowdown(run.framework.name, trainer.config)
         fills = fills_micro_batches(run.framework.name, trainer.config)
+        is_whole = choose_system(run.policies).streaming == "whole-batch"
         switches = _switches_of(trainer, ranks)
         if not run.policies.shares_gpus:
             offload = optimizer_offload_bandwidth(run.framework)
@@ -166,7 +169,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
                 (sent.scored + replayed) * longest,
                 (sent.trained + replayed) * longest,
             ),
-            fills_micro_batches=fills and choose_system(run.policies).streaming == "whole-batch",
+            fills_micro_batches=fills and is_whole,
+            gathers_scores=is_whole,
             provenance=provenance.with_spread(times.spread).with_spread(sent.spread * sent_share),
             trainer=trainer.config,
         )
@@ -184,6 +188,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             update_time=self.optimizer_time,
             transfer_times=self.transfer_times,
             fills_micro_batches=self.fills_micro_batches,
+            gathers_scores=self.gathers_scores,
         )
 
     def _score_switches(self) -> list[float]:
