@@ -12,6 +12,7 @@ import yaml
 
 from tests.commands_page import commands_page
 from tests.doc_pages import ALL, BLOCK, DOCS, PAGES, ROOT, anchors, links
+from tests.framework_tables import page_with_tables
 
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 PICTURES = sorted(DOCS.glob("pictures/*.svg"))
@@ -86,3 +87,9 @@ def test_each_picture_is_on_a_page() -> None:
 def test_the_page_of_commands_is_current() -> None:
     """Mend with `python -m tests.commands_page > docs/commands.md`."""
     assert (DOCS / "commands.md").read_text() == commands_page()
+
+
+def test_tables_of_frameworks_have_the_predictions_of_today() -> None:
+    """Mend with `python -m tests.framework_tables`."""
+    page = (DOCS / "frameworks.md").read_text()
+    assert page == page_with_tables(page)

@@ -134,10 +134,13 @@ LIMITS = (
     "one rack, asynchronous steps of DeepSeek-V3 and Qwen3-235B-A22B are 31 to 42 % too short; they are bound by generation on replicas of "
     "several nodes. Over half of DeepSeek-V3's synchronous step is refit and switch, which were measured on H100 alone, and its generation is "
     "that of the asynchronous steps. So where its synchronous steps agree, two errors probably cancel.",
-    "Log-probs of NeMo-RL 0.3 on Megatron take 18 to 20 s where 14 to 16 s are predicted. Moving the reference model takes longer than "
-    "copies to and from pinned memory, and nothing published says why.",
+    "Passes of NeMo-RL's loss over logits are counted in its code and come on top of the 1.1 to 1.3 times that its passes take (its issue 2129). "
+    "If the issue's figure has a part of them, training is predicted too long by up to that part.",
+    "Qwen3-32B on GB200: its synchronous and its asynchronous step train on 16 GPUs, and lack 62 and 64 s. So log-probs and training there "
+    "take about 1.45 times as long as predicted, if generation is right. On H100 the same steps are within 5 %. No stage of them was published.",
     "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 14 to 16 % too short if it takes turns, and 7 % if it does not. So 15 of 19 missing "
-    "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published.",
+    "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published. The checkpoint of 0.6 is "
+    "another one, and its page says that tokens per second of releases do not compare. Each row has the lengths of its own release.",
     "NeMo-RL 0.4 takes 15 to 20 % longer than 0.5 for mixtures of one layout, and 5 to 8 % for dense models. The offload of the optimizer for "
     "log-probs is a part of this. A quarter of the training time is published for the fusion of bias and activation, rope fusion and sequence "
     "parallelism together (NVIDIA-NeMo/RL pull request 1241). Nothing is published for the first alone, which 0.4 lacks, so it has no term.",
