@@ -37,7 +37,7 @@
 #   make bench-first-answer  how soon a first answer comes, and its figures against whole simulations
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
 #   make bench-handover  CPU seconds that a rollout costs the controller
-#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; half an hour; TRL_OPTIONS=--quick: four minutes, --continue: go on
+#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; twenty minutes; TRL_OPTIONS=--quick: four minutes, --continue: go on
 #   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
 # Accuracy:
 #   make bench-costs        operator tables, decode curve, training and weight sync against measurements
@@ -86,6 +86,7 @@ MARKS_OF_test-deepspeed := deepspeed
 MARKS_OF_test-engines := vllm or deepspeed
 # All tests of a file share one cluster.
 BY_FILE := --numprocesses 2 --dist loadfile
+TRL_OPTIONS ?= --page docs/executing.md
 # CI leaves out the cluster tests with vLLM.
 RAY_MARKS ?= ray
 # Nothing is installed for an interpreter of your own.

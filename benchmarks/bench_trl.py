@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import platform
@@ -55,6 +56,7 @@ from benchmarks.trl_training import CORES, HERE, MODEL, ROLLOUTS, SETTINGS
 from streamrl.executor.checkpoint_export import choose_checkpoint
 from streamrl.executor.libc import prctl
 from streamrl.record.evaluation import EvaluationResult, Score, difference, mean_of
+from streamrl.report.fidelity import with_section
 from streamrl.runfile.evaluation_config import EvaluationConfig
 
 STILL, LEARNING = 1e-6, 4e-4
@@ -115,6 +117,8 @@ TRAINED_ON, HELD, RUN_FILE = (
     INPUTS / name for name in ("trained.jsonl", "held-out.jsonl", "run.toml")
 )
 RESULTS = INPUTS / "results.json"
+SECTION = "Speed beside TRL"
+"""Section of docs/executing.md."""
 COMMAND = [sys.executable, "-c", "from streamrl.cli import main; main()"]
 EVALUATED_WITH = {"rollout.max_tokens": 128, "execute.threads": CORES}
 """Changes of the run that evaluates."""
@@ -187,9 +191,10 @@ def main() -> None:
     console = Console(stderr=options.json, width=110)
     console.print(_machine(), highlight=False)
     finished = Finished(RESULTS, continues=options.continues)
-    chosen, tried = {}, list[Figure]()
+    names, chosen, tried = {}, {}, list[Figure]()
     for who, settings in settings_to_try(options).items():
-        chosen[who], figures = fastest(who, settings, finished, console)
+        names[who], figures = fastest(who, settings, finished, console)
+        chosen[who] = settings[names[who]]
         tried += figures
     runs = entrants(chosen)
     rounds = compare(runs, options.rounds, options.steps, finished)
@@ -199,6 +204,10 @@ def main() -> None:
     wall = time.monotonic() - began
     others = max(0.0, _machine_seconds() - taken - _own_seconds()) / (wall * (os.cpu_count() or 1))
     show(figures, console, options.json)
+    if options.page is not None:
+        lines = section(names, figures, options, finished.result("share of others", lambda: others))
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(with_section(page, SECTION, lines), encoding="utf-8")
     summary = f"{wall / 60:.0f} minutes; others took {others:.0%} of the machine"
     console.print(summary + (": not a quiet one" if others > QUIET else ""), highlight=False)
 
@@ -240,8 +249,8 @@ def entrants(chosen: Mapping[str, Entrant]) -> dict[str, Entrant]:
 
 def fastest(
     who: str, settings: Mapping[str, Entrant], finished: Finished, console: Console
-) -> tuple[Entrant, list[Figure]]:
-    """Return the setting with the fewest seconds per step, and a figure of each setting that was tried."""
+) -> tuple[str, list[Figure]]:
+    """Return the name of the setting with the fewest seconds per step, and a figure of each setting that was tried."""
     steps = WARM_UP + TRIED_STEPS + COOL_DOWN
     found: dict[str, list[float]] = {}
 
@@ -262,7 +271,7 @@ def fastest(
         close, key=lambda name: statistics.median(found[name]), default=next(iter(settings))
     )
     console.print(f"{who} at its fastest: {chosen}", highlight=False)
-    return settings[chosen], [Figure(f"{who} tried, {name}: s/step", found[name]) for name in found]
+    return chosen, [Figure(f"{who} tried, {name}: s/step", found[name]) for name in found]
 
 
 def compare(
@@ -476,6 +485,51 @@ def show(figures: list[Figure], console: Console, as_json: bool) -> None:
         console.print(table)
 
 
+def section(
+    names: Mapping[str, str], figures: Sequence[Figure], options: argparse.Namespace, others: float
+) -> list[str]:
+    """Return the lines of the page's section."""
+    by_name = {figure.name: figure for figure in figures}
+    score = next((name for name in by_name if ": held-out " in name), None)
+    metric = "" if score is None else score.rpartition(" ")[2]
+    lines = [
+        "`make bench-trl` writes this section. TRL's GRPOTrainer and `streamrl execute` train the quickstart's model on the same",
+        f"prompts, {ROLLOUTS} rollouts a step, each with the fastest of its settings: {'; '.join(f'{who}: {name}' for who, name in names.items())}. TRL computes rollouts whose",
+        "advantage is 0, and streamrl leaves them out. So TRL is measured again without them, which is the fair comparison. Values are",
+        f"medians, with the least and the most, of {options.rounds} alternating rounds of {options.steps} steps, and of {options.seeds} seeds that train",
+        f"for {options.learning_steps} steps and are scored on {HELD_OUT} held-out prompts.",
+        "",
+        f"| | seconds of a step | times as fast as TRL | times as fast as TRL, advantages of 0 left out | {metric} | above TRL's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for who in ("TRL", LEAVES_OUT, *SYSTEMS):
+        names_of = (
+            f"{who}: s/step",
+            f"{who}: times as fast as TRL",
+            f"{who}: times as fast as {LEAVES_OUT}",
+            f"{who}: held-out {metric}",
+        )
+        cells = [_range(by_name.get(name)) for name in names_of]
+        above = by_name.get(f"{who}: score above TRL's")
+        interval = None if above is None else above.interval
+        cells += ["" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
+        lines.append(f"| {SYSTEMS.get(who, who)} | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        f"The last column is the 95 % interval of the mean over seeds. Measured on {datetime.date.today()}: {_machine()}. Other processes",
+        f"took {others:.0%} of the machine.",
+    ]
+
+
+def _range(figure: Figure | None) -> str:
+    """Return the median of a figure, and the least and most value."""
+    if figure is None:
+        return ""
+    values = figure.values
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def _machine() -> str:
     """Return a description of the machine and of the package versions."""
     packages = ("streamrl", "trl", "torch", "transformers", "accelerate")
@@ -564,6 +618,7 @@ def _read_arguments() -> argparse.Namespace:
             f"--{who}-setting", choices=OWN_SETTINGS, help=f"of {who}; others are not tried"
         )
     parser.add_argument("--json", action="store_true", help="one JSON object per figure")
+    parser.add_argument("--page", type=Path, help="docs/executing.md, whose section is written")
     options = parser.parse_args()
     for name, value in (QUICK if options.quick else FULL).items():
         if getattr(options, name) is None:
