@@ -21,7 +21,7 @@ from streamrl.sim.planner.plan import Binding, Worth
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Candidate
-from streamrl.sim.planner.trial import Trial, Unfinished, run_all, short_speed_of, shortened
+from streamrl.sim.planner.trial import Trial, Unfinished, shortened
 from streamrl.workload.replica_batch import replica_batch, rollouts_under_way
 
 RelaxedLimit = Literal["generation", "training", "max_running", "max_staleness"]
@@ -61,8 +61,8 @@ def find_gains(
     before, portions = search.speeds[index].step_time, search.portions[index]
 
     def gains_of(reliefs: Iterable[RelaxedRun]) -> dict[RelaxedLimit, float]:
-        trials = [(each.what, _trial(each, portions)) for each in reliefs]
-        speeds = run_all(pool, short_speed_of, trials, watch, until)
+        trials = {each.what: _trial(each, portions) for each in reliefs}
+        speeds = search.speeds_of(pool, trials, watch, until)
         return {
             what: 1 - speed.step_time / before
             for what, speed in speeds.items()

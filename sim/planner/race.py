@@ -40,7 +40,6 @@ from streamrl.sim.planner.trial import (
     Unfinished,
     metrics_of,
     run_all,
-    short_speed_of,
     shortened,
     whole,
 )
@@ -178,9 +177,8 @@ class Race:
         run, new = search.space.run, [index for index in indices if index not in self.finals]
         for seed in range(run.seed, run.seed + run.plan.seeds):
             base, until = shortened(run, seed, FINAL_STEPS), search.deadline
-            known = search.whole_speeds if base == search.base else {}
-            trials = [(i, Trial(base, search.space.candidate(i))) for i in new if i not in known]
-            found = {**known, **run_all(pool, short_speed_of, trials, watch, until)}
+            trials = {i: Trial(base, search.space.candidate(i)) for i in new}
+            found = search.speeds_of(pool, trials, watch, until)
             for index in new:
                 speed = found.get(index)
                 if isinstance(speed, Unfinished):

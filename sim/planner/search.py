@@ -48,6 +48,7 @@ from streamrl.sim.planner.trial import (
     open_trial,
     portions_of,
     run_all,
+    short_speed_of,
     shortened,
     timed_speed_of,
     training_error_of,
@@ -103,6 +104,10 @@ class Search(Scores):
     """Plans whose simulation stopped before the run's last step. They must not be chosen."""
     has_converged: bool = False
     """Whether no plan without a simulation may be better than the best by more than `MARGIN`."""
+    _of_trials: dict[Trial, Speed | Unfinished] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """Figures of each simulation over a few steps, because later questions ask for some of them again."""
 
     @classmethod
     def open(
@@ -451,11 +456,30 @@ class Search(Scores):
                 self.give_up(index, speed)
                 continue
             self.portions[index] = dict(trials)[index].portions
+            self._of_trials[dict(trials)[index]] = speed
             self.seconds[index] = seconds * self.portions[index]
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
             self._over[mode.system].append(speed.step_time / estimated[index])
             self.estimates.learn_step(index, speed.step_time)
+
+    def speeds_of(
+        self,
+        pool: Executor,
+        wanted: Mapping[Key, Trial],
+        watch: Callable[[], None],
+        until: float,
+    ) -> dict[Key, Speed | Unfinished]:
+        """Return the figures of trials over a few steps; a trial that is known is not simulated again.
+
+        Trials that did not start by `until`, a value of `time.perf_counter`, are left out.
+        """
+        new = dict.fromkeys(trial for trial in wanted.values() if trial not in self._of_trials)
+        self._of_trials |= run_all(
+            pool, short_speed_of, [(each, each) for each in new], watch, until
+        )
+        known = self._of_trials
+        return {key: known[trial] for key, trial in wanted.items() if trial in known}
 
     def _trial(self, index: int) -> Trial:
         candidate = self.space.candidate(index)

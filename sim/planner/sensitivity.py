@@ -38,8 +38,6 @@ from streamrl.sim.planner.trial import (
     counted_batches,
     open_trial,
     portions_of,
-    run_all,
-    short_speed_of,
     shortened,
 )
 
@@ -457,7 +455,7 @@ def _speeds(
     trials: Mapping[_Key, Trial], search: Search, pool: Executor, watch: Callable[[], None]
 ) -> dict[_Key, Speed]:
     """Return the figures of the simulations that end in time."""
-    found = run_all(pool, short_speed_of, trials.items(), watch, search.deadline)
+    found = search.speeds_of(pool, trials, watch, search.deadline)
     return {key: each for key, each in found.items() if not isinstance(each, Unfinished)}
 
 
@@ -623,7 +621,7 @@ def _first_way_out(
     if _streams_ahead(look, search):
         run = search.space.run
         wanted[own] = _in_portions(shortened(run, run.seed, STREAMING), own)
-    simulated = run_all(pool, short_speed_of, wanted.items(), watch, search.deadline)
+    simulated = search.speeds_of(pool, wanted, watch, search.deadline)
     before = simulated.get(own, search.speeds[look.chosen_index])
     for place, candidate in zip(places, candidates, strict=True):
         speed = simulated.get(candidate)
@@ -706,12 +704,12 @@ def _simulate_longer(
         return []
     run, own = search.space.run, search.space.candidate(looks[0].chosen_index)
     steps = 2 * STREAMING if _streams_ahead(looks[0], search) else FINAL_STEPS
-    trials = [(-1, _in_portions(shortened(run, run.seed, steps), own))]
+    trials = {UNCHANGED: _in_portions(shortened(run, run.seed, steps), own)}
     for place, look in enumerate(looks):
         base = shortened(look.shift.run, run.seed, steps)
-        trials.append((place, _in_portions(base, look.chosen or own)))
-    speeds = run_all(pool, short_speed_of, trials, watch, search.deadline)
-    before, found = speeds[-1], []
+        trials[place] = _in_portions(base, look.chosen or own)
+    speeds = search.speeds_of(pool, trials, watch, search.deadline)
+    before, found = speeds.get(UNCHANGED), []
     for place, look in enumerate(looks):
         after, ratios = speeds.get(place), SAME
         if isinstance(before, Speed) and isinstance(after, Speed):
