@@ -18,7 +18,6 @@ import simpy
 
 from streamrl.engine.messages import Act, Close, Event, Failed, Observed
 from streamrl.runfile.environment_config import EnvironmentConfig
-from streamrl.sim.handling import ACTION_SHARE
 from streamrl.sim.world_interface import WorldInterface
 from streamrl.workload.episodes import Episode, start_time_of
 
@@ -95,7 +94,9 @@ class Environments:
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
         act = partial(self._act, command, self._num_acts)
-        self._around.handling.then(act, ACTION_SHARE)
+        costs = self._around.costs
+        acting = costs.action_time if command.turn else 0.0
+        self._around.handling.then(act, acting + command.starts * costs.environment_start_time)
 
     def _act(self, command: Act, number: int) -> None:
         if self._acting.get(command.rollout) != number:

@@ -12,12 +12,6 @@ import simpy
 
 from streamrl.sim.cpu_contention import WorkTime
 
-ACTION_SHARE = 0.1
-"""CPU time of an action or a start of an environment, relative to a rollout's. Assumption from one run of
-examples/agentic-tools.toml on two cores: a rollout with 3.4 actions and a start took 10.5 to 12 ms, where its profile
-has 7.8 ms for a rollout of one turn.
-"""
-
 
 class Handling:
     """Spends the CPU time of each rollout that ends and of each turn that its environment answers."""
@@ -30,10 +24,10 @@ class Handling:
         if seconds:
             env.process(self._run())
 
-    def then(self, go_on: Callable[[], None], share: float = 1.0) -> None:
-        """Call `go_on` after a share of a rollout's CPU time, and after earlier ones; at once if it takes none."""
+    def then(self, go_on: Callable[[], None], seconds: float | None = None) -> None:
+        """Call `go_on` after CPU time, of a rollout unless `seconds` are given, and after earlier ones; at once if it takes none."""
         if self.seconds:
-            self._waiting.put((go_on, share * self.seconds))
+            self._waiting.put((go_on, self.seconds if seconds is None else seconds))
         else:
             go_on()
 

@@ -32,7 +32,6 @@ from streamrl.runfile.errors import RunError
 from streamrl.sim.checkup import rehearsal
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
-from streamrl.sim.handling import ACTION_SHARE
 from streamrl.sim.prefix_cache import PrefixCache
 from streamrl.sim.world import SimWorld
 from streamrl.workload.episodes import Episode, fitted_to_context
@@ -416,12 +415,17 @@ def test_a_start_that_takes_too_long_loses_the_environment() -> None:
 
 def test_the_controller_handles_one_turn_after_the_other() -> None:
     run = agentic({"policies.system": "stream-sync"}, action_time="0 s", start_time="0 s")
-    costs = replace_fields(Costs.load(run), handling_time=0.25 / ACTION_SHARE)
+    costs = replace_fields(
+        Costs.load(run), handling_time=2.5, action_time=0.125, environment_start_time=0.25
+    )
     trace = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run()
     starts = [end for _, end, command in acts(trace) if command.starts][:4]
     assert [b - a for a, b in pairwise(starts)] == pytest.approx([0.25] * 3)
     verified = len(events(trace, Verified))
-    assert trace.entries[-1].time >= 0.25 * (len(acts(trace)) + verified / ACTION_SHARE)
+    turns = sum(not command.starts for *_, command in acts(trace))
+    assert (
+        trace.entries[-1].time >= 2.5 * verified + 0.25 * (len(acts(trace)) - turns) + 0.125 * turns
+    )
 
 
 def test_an_action_ends_at_its_time_limit() -> None:

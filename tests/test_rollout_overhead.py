@@ -14,12 +14,14 @@ from msgspec.structs import replace
 from streamrl.executor.launchers.launcher import REPLICA, TRAINER
 from streamrl.executor.launchers.worker import MODULE
 from streamrl.executor.profiling import rollout_overhead as handling
-from streamrl.executor.profiling.measurements import Limits, RefillStream
+from streamrl.executor.profiling.measurements import Limits, RayPlace, Readings, RefillStream, Setup
 from streamrl.executor.profiling.profile_file import make_setup, turnover_times
 from streamrl.executor.profiling.rollout_overhead import (
     HandlingWatch,
+    Taken,
     has_tokenizer,
     measure_handling,
+    read_handling,
 )
 from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.hardware.measured_profile import ModelOperation, read_measured, write_measured
@@ -38,6 +40,8 @@ from tests.measured_profile import (
 from tests.tiny_model import save_tiny_model
 
 EXCESS = 7e-4
+ACTION, START = 2e-3, 5e-3
+"""CPU seconds of an action and of a start of an environment."""
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
 
 
@@ -102,9 +106,33 @@ def test_handling_is_timed_by_executing_a_run(
     setup = make_setup(
         tmp_path / "model", gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=True
     )
-    taken = measure_handling(setup)
+    taken = measure_handling(setup, turns=2)
     assert len(taken.handling) == 4 - 1 and all(0 < each < 1 for each in taken.handling)
+    assert all(0 < a <= b for a, b in zip(taken.unscored, taken.handling, strict=True))
     assert len(taken.pushes) == 4 - 2 and all(0 < each < 1 for each in taken.pushes)
+
+
+def test_an_action_and_a_start_are_what_more_turns_and_the_first_one_add(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
+        own = 0.0 if turns is None else START + turns * ACTION
+        return Taken([1.0 + own] * 3, [0.25 + own] * 3)
+
+    monkeypatch.setattr(handling, "measure_handling", measured)
+    setup = make_setup(
+        model_directory(tmp_path / "model"),
+        gpu="cpu",
+        dtype="float32",
+        threads=1,
+        limits=Limits(max_running=1, max_context=64, max_tokens_per_pass=64),
+        is_quick=True,
+    )
+    readings = Readings()
+    read_handling(setup, readings, lambda _: None)
+    assert readings.handling == [1.0] * 3
+    assert readings.action == [pytest.approx(ACTION)]
+    assert readings.environment_start == [pytest.approx(START)]
 
 
 ON_ITS_FIRST_THREAD = "while True: pass"

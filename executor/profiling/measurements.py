@@ -130,7 +130,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         trainer = len(plan.passes) + len(plan.calls) + 1
         points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
         points += plan.repeats * len(plan.rewards) if self.reward_model is not None else 0
-        return points + bool(plan.companies) + (self.ray is not None)
+        return points + 2 * bool(plan.companies) + (self.ray is not None)
 
 
 def longest_prefix(backend: str, gpu: str) -> int:
@@ -247,6 +247,8 @@ class Readings:
     refill_passes: list[float] = field(default_factory=list)
     streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)
+    action: list[float] = field(default_factory=list)
+    environment_start: list[float] = field(default_factory=list)
     handling_over_ray: list[float] = field(default_factory=list)
     push_over_ray: list[float] = field(default_factory=list)
     generation: dict[tuple[int, int], list[float]] = field(

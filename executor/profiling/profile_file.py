@@ -218,6 +218,8 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             for key, shares in sorted(readings.generation.items())
         ),
         handling=_once(readings.handling),
+        action=_once(readings.action),
+        environment_start=_once(readings.environment_start),
         handling_over_ray=_once(readings.handling_over_ray),
         push_over_ray=_once(readings.push_over_ray),
     )

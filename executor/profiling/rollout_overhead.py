@@ -1,7 +1,11 @@
-"""Measure the CPU seconds of a rollout in processes and threads that do not run the model, in a short run.
+"""Measure the CPU seconds of a rollout in processes and threads that do not run the model, in short runs.
 
 They are the controller, the verifier, and the thread of a replica that serves calls while another thread generates. The
 trainer's overhead is left out: its thread serves calls before it computes, so the seconds of its calls include it.
+
+Episodes of several turns take more: their environment's worker process starts, and each turn is a call of it and one more
+call of the replica. Runs with few and with many turns of an environment that computes nothing tell both apart. The
+verifier's processes are left out of these, because the time of a grader depends on the answer.
 
 Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
 The busiest thread of an actor is the one that computes. Other threads also push and load weights once a step. The
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -29,19 +33,26 @@ from streamrl.executor.launchers import worker
 from streamrl.executor.launchers.launcher import REPLICA
 from streamrl.executor.profiling.measurements import SHORT, RayPlace, Readings, Setup
 from streamrl.executor.prompts import load_tokenizer
+from streamrl.hardware.profiles import load_model
 from streamrl.record.timeline import read_timeline
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 
 STEPS = 8
 """Steps of the run. The first step is not counted, because it loads libraries."""
 PROMPTS, GROUP_SIZE = 12, 8
+FEW_TURNS, MANY_TURNS = 1, 5
+"""Turns of each episode in the two runs with an environment."""
 RUNNING = 16
 """Concurrent rollouts. They are few, so that rollouts end one by one as in longer runs, and each end wakes a thread."""
 RAY_PROCESSES = ("raylet", "gcs_server")
 """Ray's own processes, which deliver calls and answers and locate actors."""
 ACTOR = "ray::RayRole"
 """Prefix of the process names of our actors."""
+ENVIRONMENT = "streamrl.executor.profiling.repeated_turns:RepeatedTurns"
+VERIFIER = "streamrl.executor.verifier"
+"""Part of the command of the verifier's processes."""
 SCORER = "reasoning-gym"
 """Runs graders in a separate process, as most scorers do."""
 RECORD = {
@@ -56,6 +67,8 @@ class Taken(NamedTuple):
 
     handling: Sequence[float] = ()
     """CPU seconds per rollout, as a mean for each step."""
+    unscored: Sequence[float] = ()
+    """The same without the verifier's processes."""
     pushes: Sequence[float] = ()
     """Seconds of each push of whole weights, or of adapters if those are measured."""
 
@@ -71,8 +84,15 @@ def has_tokenizer(model: Path) -> bool:
 def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]) -> None:
     """Record the overhead of executed runs, and over Ray if `setup.ray` is set."""
     if setup.plan.companies:
-        readings.handling += measure_handling(setup).handling
+        taken = measure_handling(setup)
+        readings.handling += taken.handling
         watch("handling")
+        if taken.unscored:
+            few, many = (
+                measure_handling(setup, turns=turns).unscored for turns in (FEW_TURNS, MANY_TURNS)
+            )
+            read_episodes(readings, *map(median, (taken.unscored, few, many)))
+        watch("handling of episodes")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
         synced = (median(readings.push) + median(readings.load)) / (PROMPTS * GROUP_SIZE)
@@ -81,8 +101,24 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         watch("handling over Ray")
 
 
-def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
+def read_episodes(readings: Readings, alone: float, few: float, many: float) -> None:
+    """Record the CPU seconds of an action, and of a start of an environment.
+
+    Args:
+        readings: gets both.
+        alone: CPU seconds of a rollout without an environment, and without its verifier.
+        few: those of an episode with `FEW_TURNS`.
+        many: those of an episode with `MANY_TURNS`.
+    """
+    action = max(0.0, (many - few) / (MANY_TURNS - FEW_TURNS))
+    readings.action.append(action)
+    readings.environment_start.append(max(0.0, few - alone - FEW_TURNS * action))
+
+
+def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
     """Execute a short run of the measured model, and return the overhead of its rollouts.
+
+    With `turns`, each rollout is an episode in which an environment answers this number of turns of one token.
 
     The result is empty if the model has no tokenizer. Roles are child processes, or actors of a Ray cluster. Then
     Ray's own processes count too.
@@ -91,12 +127,13 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None) -> Taken:
         return Taken()
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
         clock = _Clock(is_over_ray=ray is not None)
-        trace = execute(handled_run(setup, ray, Path(scratch)), watch=clock)
+        trace = execute(handled_run(setup, ray, Path(scratch), turns), watch=clock)
     pushes = read_timeline(trace).link
-    return Taken(clock.handling[1:], [span.end - span.start for span in pushes[1:]])
+    seconds = [span.end - span.start for span in pushes[1:]]
+    return Taken(clock.handling[1:], clock.unscored[1:], seconds)
 
 
-def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
+def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path, turns: int | None = None) -> Run:
     """Return the run to execute, and write its prompts to `scratch`."""
     pool = "local" if ray is None else ray.pool
     prompts = scratch / "prompts.jsonl"
@@ -111,6 +148,7 @@ def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
                 "replicas": 1,
                 "max_running": RUNNING,
                 "max_tokens": min(2 * SHORT, setup.limits.max_context // 2),
+                **({} if turns is None else {"stop_token_ids": _all_tokens(setup.model)}),
             },
             "trainer": {"pool": pool},
             "algorithm": {
@@ -119,8 +157,12 @@ def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
                 "prompts_per_step": PROMPTS,
                 "group_size": GROUP_SIZE,
             },
-            "workload": {"prompts": str(prompts)},
+            "workload": {
+                "prompts": str(prompts),
+                "max_prompt_tokens": setup.limits.max_context // 2,
+            },
             "verifier": {"scorer": SCORER},
+            **({} if turns is None else {"environment": _environment(setup, turns)}),
             "policies": {"system": "stream-sync"},
             "sync": {} if rank is None else {"mode": "lora", "lora_rank": rank},
             "execute": {
@@ -133,16 +175,35 @@ def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path) -> Run:
     )
 
 
+def _all_tokens(model: str) -> list[int]:
+    """Return all token ids of a model. If each of them ends a turn, a turn has one token."""
+    return list(range(load_model(ModelConfig(path=model)).vocab_size))
+
+
+def _environment(setup: Setup, turns: int) -> dict[str, Any]:
+    return {
+        "implementation": ENVIRONMENT,
+        "arguments": {"turns": turns},
+        "max_turns": turns + 1,  # the environment ends the episode
+        "max_context": setup.limits.max_context,
+    }
+
+
 class _Clock:
     """Reads CPU times after each step."""
 
     def __init__(self, *, is_over_ray: bool) -> None:
         self._watch = HandlingWatch(is_over_ray=is_over_ray)
         self.handling: list[float] = []
+        self.unscored: list[float] = []
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            self.handling.append(self._watch.take() / (PROMPTS * GROUP_SIZE))
+            rollouts, verified_before = PROMPTS * GROUP_SIZE, self._watch.verified
+            taken = self._watch.take()
+            self.handling.append(taken / rollouts)
+            verified = self._watch.verified - verified_before
+            self.unscored.append((taken - verified) / rollouts)
 
 
 class HandlingWatch:
@@ -154,6 +215,8 @@ class HandlingWatch:
         """CPU seconds of each process, and of each thread of an actor, at the last call."""
         self._own = 0.0
         """CPU seconds that this measurement itself has taken; they are subtracted."""
+        self.verified = 0.0
+        """Those of the verifier's processes so far."""
 
     def take(self) -> float:
         """Return the CPU seconds since the last call."""
@@ -166,7 +229,9 @@ class HandlingWatch:
                     lately = [self._lately((process.pid, name), so_far) for name, so_far in times]
                     taken += sum(lately) - max(lately)
                 else:
-                    taken += self._lately((process.pid, 0), _handling_time(process))
+                    lately = self._lately((process.pid, 0), _handling_time(process))
+                    taken += lately
+                    self.verified += lately if VERIFIER in " ".join(process.cmdline()) else 0.0
         self._own += time.process_time() - began_at
         return taken
 

@@ -181,6 +181,10 @@ class Costs(TrainerCosts):
     """CPU seconds per rollout in the controller, verifier and replica server, on a host whose
     cores they share.
     """
+    action_time: float = 0.0
+    """The same per action of an environment."""
+    environment_start_time: float = 0.0
+    """The same per start of an environment."""
     recording_time: float = 0.0
     """Seconds in which a replica copies the experts of a prefilled token to host memory; see `router_replay`."""
     generation_factor: float = 1.0
@@ -474,6 +478,8 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         refill_passes=machine.refill_passes,
         sharing=machine.sharing,
         handling_time=machine.handling_time,
+        action_time=machine.action_time,
+        environment_start_time=machine.environment_start_time,
         provenance={
             **dict.fromkeys(costs.provenance, machine.provenance),
             "decode": machine.decode.provenance,

@@ -142,6 +142,8 @@ class MachineCosts:
     refill_passes: int
     sharing: CoreSharing | None
     handling_time: float
+    action_time: float
+    environment_start_time: float
     provenance: Provenance
     """Source of every operation except `decode`, which has its own."""
 
@@ -195,6 +197,8 @@ class MachineCosts:
             refill_passes=profile.refill_passes,
             sharing=CoreSharing.of(profile.sharing, profile.host),
             handling_time=_handling_time(profile, push.is_over_ray),
+            action_time=_once(profile.action),
+            environment_start_time=_once(profile.environment_start),
             provenance=measured,
         )
 
@@ -261,6 +265,8 @@ def _extrapolations(profile: MeasuredProfile, resolved: ResolvedRun) -> list[str
         notes.append(f"{roles} roles as if none slowed another down, which was not measured")
     if profile.gpu == "cpu" and profile.handling is None:
         notes.append("as if those who decide and reward took no core, which was not measured")
+    if profile.gpu == "cpu" and run.environment is not None and profile.action is None:
+        notes.append("as if actions of environments took no core, which was not measured")
     is_over_ray = profile.gpu == "cpu" and run.execute.launcher == "ray"
     if is_over_ray and profile.handling_over_ray is None:
         notes.append("as if Ray itself took no core, which was not measured")

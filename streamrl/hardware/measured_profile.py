@@ -17,6 +17,8 @@ median, upper quartile] of the repeats. Tables:
 | reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
 | turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
 | handling | CPU seconds for each rollout in the controller, the verifier and the server of a replica |
+| action | CPU seconds for each action of an environment in the controller, the environment's process and the server of a replica |
+| environment_start | the same for each start of an environment |
 | handling_over_ray | the same with Ray actors, with the overhead of actors and of Ray's own processes |
 | push_over_ray | a push in a run by relays that are Ray actors on the trainer's machine |
 | relay    | encoding a push for the network, and decoding it at the other end |
@@ -231,6 +233,9 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """Empty in profiles of earlier versions."""
     handling: ModelOperation | None = None
     """None in profiles of earlier versions."""
+    action: ModelOperation | None = None
+    environment_start: ModelOperation | None = None
+    """Both None in profiles of earlier versions."""
     handling_over_ray: ModelOperation | None = None
     """None if Ray was not measured."""
     push_over_ray: ModelOperation | None = None
@@ -245,7 +250,7 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
 
 ONCE = (
     *("optimizer", "push", "load", "turnover"),
-    *("handling", "handling_over_ray", "push_over_ray"),
+    *("handling", "action", "environment_start", "handling_over_ray", "push_over_ray"),
 )
 """Tables of one row."""
 
@@ -484,6 +489,8 @@ TIMED = (
     "relay",
     "turnover",
     "handling",
+    "action",
+    "environment_start",
     "handling_over_ray",
     "push_over_ray",
 )
