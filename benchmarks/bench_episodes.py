@@ -33,6 +33,7 @@ from benchmarks.bench_agents import make as make_model
 from benchmarks.reality_runs import as_recorded, pace_of, profile, with_profile
 from streamrl.engine.trace import Trace, read_trace
 from streamrl.executor.execute import execute
+from streamrl.executor.profiling.environment_start import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.record.metrics import Metrics, measure
 from streamrl.record.recorded_workload import informative_share
@@ -140,7 +141,8 @@ def run_case(name: str, rounds: int, *, is_quick: bool) -> list[Repeat]:
     if not costs.exists():
         repeats = None if is_quick else PROFILE_ROUNDS
         where = MODELS, folder.name, costs
-        profile(*where, is_quick=is_quick, limits=limits, repeats=repeats)
+        own = MeasuredEnvironment.of(first)
+        profile(*where, is_quick=is_quick, limits=limits, repeats=repeats, environment=own)
     statistics = execute_once(first)
     return [
         _repeat(case, home / str(number), statistics, costs, limits) for number in range(rounds)

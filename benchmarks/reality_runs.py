@@ -26,6 +26,7 @@ from benchmarks.reality_figures import Repeat
 from streamrl.engine.messages import Generate
 from streamrl.engine.trace import Trace
 from streamrl.executor.execute import execute
+from streamrl.executor.profiling.environment_start import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.executor.profiling.profile_file import make_setup, profile_model
 from streamrl.hardware.measured_profile import read_measured, write_measured
@@ -118,6 +119,7 @@ def profile(
     is_quick: bool,
     limits: Limits = LIMITS,
     repeats: int | None = None,
+    environment: MeasuredEnvironment | None = None,
 ) -> Path:
     """Profile a model within limits, by default those of all cells; `repeats` replaces the number of rounds."""
     setup = make_setup(
@@ -127,6 +129,7 @@ def profile(
         threads=1,
         limits=limits,
         is_quick=is_quick,
+        environment=environment,
     )
     if repeats is not None:
         plan = dataclasses.replace(setup.plan, repeats=repeats)

@@ -36,6 +36,7 @@ from streamrl.executor.libc import die_with_parent
 from streamrl.executor.verifier.fork_server import (
     ENVIRONMENT,
     MOST_FILES,
+    collapse,
     holds_libraries,
     readable_roots,
 )
@@ -103,6 +104,7 @@ def main(options: Options) -> None:
         sandbox = Sandbox(SandboxLimits(*options["limits"]), roots)
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a worker would copy all pages
+    collapse()
     _say(connection, {"fault": None, "tools": tools})
     Host(connection, lambda: kind(**options["arguments"]), sandbox).serve()
 

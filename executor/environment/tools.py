@@ -144,6 +144,7 @@ def shown(result: Any) -> str:
     return f"{text[:MOST_SHOWN]}\n[{len(text) - MOST_SHOWN} more characters are cut off]"
 
 
+@cache
 def schema_of(function: Callable[..., Any]) -> Schema:
     """Return the schema of a function.
 

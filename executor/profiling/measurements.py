@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from streamrl.executor.profiling.environment_start import MeasuredEnvironment
 from streamrl.executor.rollout.inference_engine import (
     GPU_PASS_TOKENS,
     PREFILL_TOKENS,
@@ -110,6 +111,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Hugging Face directory of a reward model to measure too, if any."""
     ray: RayPlace | None = None
     """Ray cluster on which Ray's overhead is measured, if any."""
+    environment: MeasuredEnvironment | None = None
+    """Environment whose starts are measured; None for one that computes nothing."""
 
     @property
     def serves_adapters(self) -> bool:

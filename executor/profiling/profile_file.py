@@ -13,6 +13,7 @@ import numpy as np
 
 from streamrl.executor.execute import facts
 from streamrl.executor.launchers.placement import usable_cores
+from streamrl.executor.profiling.environment_start import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import (
     Limits,
     RayPlace,
@@ -70,6 +71,7 @@ def make_setup(
     lora_rank: int | None = None,
     ray: RayPlace | None = None,
     reward_model: Path | None = None,
+    environment: MeasuredEnvironment | None = None,
 ) -> Setup:
     """Return the setup of a profile, with the defaults of a run.
 
@@ -113,6 +115,7 @@ def make_setup(
         lora_rank=lora_rank,
         ray=ray,
         reward_model=None if reward_model is None else str(reward_model),
+        environment=environment,
     )
 
 

@@ -4,8 +4,8 @@ They are the controller, the verifier, and the thread of a replica that serves c
 trainer's overhead is left out: its thread serves calls before it computes, so the seconds of its calls include it.
 
 Episodes of several turns take more: their environment's worker process starts, and each turn is a call of it and one more
-call of the replica. Runs with few and with many turns of an environment that computes nothing tell both apart. The
-verifier's processes are left out of these, because the time of a grader depends on the answer.
+call of the replica. Runs with few and with many turns of an environment that computes nothing tell both apart. The start of a
+real environment takes longer, because its process has more memory. It is measured alone if the setup names it.
 
 Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
 The busiest thread of an actor is the one that computes. Other threads also push and load weights once a step. The
@@ -31,6 +31,7 @@ from streamrl.engine.state import State
 from streamrl.executor.execute import execute
 from streamrl.executor.launchers import worker
 from streamrl.executor.launchers.launcher import REPLICA
+from streamrl.executor.profiling.environment_start import start_time_of
 from streamrl.executor.profiling.measurements import SHORT, RayPlace, Readings, Setup
 from streamrl.executor.prompts import load_tokenizer
 from streamrl.hardware.profiles import load_model
@@ -51,15 +52,11 @@ RAY_PROCESSES = ("raylet", "gcs_server")
 ACTOR = "ray::RayRole"
 """Prefix of the process names of our actors."""
 ENVIRONMENT = "streamrl.executor.profiling.repeated_turns:RepeatedTurns"
-VERIFIER = "streamrl.executor.verifier"
-"""Part of the command of the verifier's processes."""
-SCORER = "reasoning-gym"
-"""Runs graders in a separate process, as most scorers do."""
-RECORD = {
-    "prompt": "1 + 1 =",
-    "task": "chain_sum",
-    "entry": {"question": "1 + 1 =", "answer": "2", "metadata": {}},
-}
+SCORER = "exact"
+"""Runs in a separate process, as most scorers do, and takes as long for any answer. A grader that fails at an unreadable
+answer costs another process.
+"""
+RECORD = {"prompt": "1 + 1 =", "answer": "2"}
 
 
 class Taken(NamedTuple):
@@ -67,8 +64,6 @@ class Taken(NamedTuple):
 
     handling: Sequence[float] = ()
     """CPU seconds per rollout, as a mean for each step."""
-    unscored: Sequence[float] = ()
-    """The same without the verifier's processes."""
     pushes: Sequence[float] = ()
     """Seconds of each push of whole weights, or of adapters if those are measured."""
 
@@ -84,14 +79,16 @@ def has_tokenizer(model: Path) -> bool:
 def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]) -> None:
     """Record the overhead of executed runs, and over Ray if `setup.ray` is set."""
     if setup.plan.companies:
-        taken = measure_handling(setup)
-        readings.handling += taken.handling
+        readings.handling += measure_handling(setup).handling
         watch("handling")
-        if taken.unscored:
+        if readings.handling:
             few, many = (
-                measure_handling(setup, turns=turns).unscored for turns in (FEW_TURNS, MANY_TURNS)
+                median(measure_handling(setup, turns=turns).handling)
+                for turns in (FEW_TURNS, MANY_TURNS)
             )
-            read_episodes(readings, *map(median, (taken.unscored, few, many)))
+            read_episodes(readings, few, many)
+            if setup.environment is not None:
+                readings.environment_start = [start_time_of(setup.environment)]
         watch("handling of episodes")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
@@ -101,15 +98,15 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         watch("handling over Ray")
 
 
-def read_episodes(readings: Readings, alone: float, few: float, many: float) -> None:
+def read_episodes(readings: Readings, few: float, many: float) -> None:
     """Record the CPU seconds of an action, and of a start of an environment.
 
     Args:
-        readings: gets both.
-        alone: CPU seconds of a rollout without an environment, and without its verifier.
-        few: those of an episode with `FEW_TURNS`.
+        readings: has those of rollouts without an environment, and gets both.
+        few: CPU seconds of an episode with `FEW_TURNS`.
         many: those of an episode with `MANY_TURNS`.
     """
+    alone = median(readings.handling)
     action = max(0.0, (many - few) / (MANY_TURNS - FEW_TURNS))
     readings.action.append(action)
     readings.environment_start.append(max(0.0, few - alone - FEW_TURNS * action))
@@ -129,8 +126,7 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | Non
         clock = _Clock(is_over_ray=ray is not None)
         trace = execute(handled_run(setup, ray, Path(scratch), turns), watch=clock)
     pushes = read_timeline(trace).link
-    seconds = [span.end - span.start for span in pushes[1:]]
-    return Taken(clock.handling[1:], clock.unscored[1:], seconds)
+    return Taken(clock.handling[1:], [span.end - span.start for span in pushes[1:]])
 
 
 def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path, turns: int | None = None) -> Run:
@@ -195,15 +191,10 @@ class _Clock:
     def __init__(self, *, is_over_ray: bool) -> None:
         self._watch = HandlingWatch(is_over_ray=is_over_ray)
         self.handling: list[float] = []
-        self.unscored: list[float] = []
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
-            rollouts, verified_before = PROMPTS * GROUP_SIZE, self._watch.verified
-            taken = self._watch.take()
-            self.handling.append(taken / rollouts)
-            verified = self._watch.verified - verified_before
-            self.unscored.append((taken - verified) / rollouts)
+            self.handling.append(self._watch.take() / (PROMPTS * GROUP_SIZE))
 
 
 class HandlingWatch:
@@ -215,8 +206,6 @@ class HandlingWatch:
         """CPU seconds of each process, and of each thread of an actor, at the last call."""
         self._own = 0.0
         """CPU seconds that this measurement itself has taken; they are subtracted."""
-        self.verified = 0.0
-        """Those of the verifier's processes so far."""
 
     def take(self) -> float:
         """Return the CPU seconds since the last call."""
@@ -229,9 +218,7 @@ class HandlingWatch:
                     lately = [self._lately((process.pid, name), so_far) for name, so_far in times]
                     taken += sum(lately) - max(lately)
                 else:
-                    lately = self._lately((process.pid, 0), _handling_time(process))
-                    taken += lately
-                    self.verified += lately if VERIFIER in " ".join(process.cmdline()) else 0.0
+                    taken += self._lately((process.pid, 0), _handling_time(process))
         self._own += time.process_time() - began_at
         return taken
 

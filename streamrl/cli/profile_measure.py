@@ -18,6 +18,7 @@ from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.measured_profile import MeasuredProfile, write_measured
 from streamrl.runfile.backend_choice import ENGINES, engine_named, measured_engines
+from streamrl.runfile.files import load_run
 from streamrl.runfile.roles_config import Packing, Recompute
 
 DIRECTORY = Path("runs/profiles")
@@ -113,6 +114,13 @@ def measure(
             help="Also measure calls of the reward model in this Hugging Face directory.",
         ),
     ] = None,
+    environment: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.toml",
+            help="Measure starts of this run file's environment. Default: of one that computes nothing.",
+        ),
+    ] = None,
     ray_address: Annotated[str, typer.Option(help="Address of the Ray cluster's head.")] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure few points, to test that it works.")
@@ -129,6 +137,7 @@ def measure(
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
     need_executor(backend, has_adapters=lora_rank is not None)
+    from streamrl.executor.profiling.environment_start import MeasuredEnvironment
     from streamrl.executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from streamrl.executor.profiling.profile_file import make_setup, profile_model
 
@@ -150,6 +159,7 @@ def measure(
         lora_rank=lora_rank,
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
+        environment=None if environment is None else MeasuredEnvironment.of(load_run(environment)),
     )
     echo(f"measuring {setup.num_points} points; {DURATION}", err=True)
     try:
