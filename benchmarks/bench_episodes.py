@@ -141,7 +141,7 @@ def run_case(name: str, rounds: int, *, is_quick: bool) -> list[Repeat]:
     if not costs.exists():
         repeats = None if is_quick else PROFILE_ROUNDS
         where = MODELS, folder.name, costs
-        own = MeasuredEnvironment.of(first)
+        own = MeasuredEnvironment.of(first.environment, first.workload)
         profile(*where, is_quick=is_quick, limits=limits, repeats=repeats, environment=own)
     statistics = execute_once(first)
     return [

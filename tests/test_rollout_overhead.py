@@ -213,7 +213,7 @@ def test_a_start_takes_what_its_environment_computes(
         f"workload.prompts={prompts}",
     ]
     run = load_run(EXAMPLES / "agentic-tools.toml", [*changes, "environment.tools=[]"])
-    taken = environment_start.start_time_of(MeasuredEnvironment.of(run))
+    taken = environment_start.start_time_of(MeasuredEnvironment.of(run.environment, run.workload))
     assert 0.05 < taken < 1.0
     with pytest.raises(ValueError, match=r"--environment needs a run file with environment.impl"):
-        MeasuredEnvironment.of(load_run(EXAMPLES / "quickstart.toml"))
+        MeasuredEnvironment.of(None, run.workload)

@@ -92,6 +92,7 @@ def test_a_small_effect_in_the_wrong_direction_is_none_and_a_large_one_is_simula
     better = SAME._replace(value=0.9)
     for ratios, simulations in ((small, 0), (large, 2), (better, 0)):
         pool = Some(simulations)
+        search._of_trials.clear()
         ((ours, _),) = sensitivity._checked([look], [(ratios, None)], search, pool, lambda: None)
         assert ours is not None and ours.value <= 1.0
         assert pool.left == 0 and (ours == better) == (ratios == better)
@@ -107,6 +108,7 @@ def test_a_small_effect_of_lengths_is_that_of_more_steps_where_steps_overlap(
     small, large = (SAME._replace(value=value, seconds=1.2) for value in (1.02, 1.04))
     monkeypatch.setattr(sensitivity, "is_beyond_chance", lambda *_: is_sure)
     pool = Some(2)
+    search._of_trials.clear()
     ((ours, _),) = sensitivity._checked([look], [(small, None)], search, pool, lambda: None)
     assert ours is not None and pool.left == 0
     assert ours.value not in (1.0, small.value) and ours.seconds > 1.1

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import psutil
 
 from streamrl.executor.environment.session import EnvironmentHost, Session
-from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import Record, read_sources
 
 ROUNDS, STARTS, AT_ONCE = 5, 48, 8
@@ -29,15 +29,17 @@ class MeasuredEnvironment(NamedTuple):
     """Prompts with which episodes begin."""
 
     @classmethod
-    def of(cls, run: Run) -> MeasuredEnvironment:
-        """Return the environment of a run file.
+    def of(
+        cls, environment: EnvironmentConfig | None, workload: WorkloadConfig
+    ) -> MeasuredEnvironment:
+        """Return the environment of two sections of a run file.
 
         Raises:
-            ValueError: it has none.
+            ValueError: there is none.
         """
-        if run.environment is None or run.environment.implementation is None:
+        if environment is None or environment.implementation is None:
             raise ValueError("--environment needs a run file with environment.implementation")
-        return cls(run.environment, read_sources(run.workload)[0].records)
+        return cls(environment, read_sources(workload)[0].records)
 
 
 def start_time_of(environment: MeasuredEnvironment) -> float:

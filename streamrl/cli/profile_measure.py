@@ -141,6 +141,10 @@ def measure(
     from streamrl.executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from streamrl.executor.profiling.profile_file import make_setup, profile_model
 
+    own = None
+    if environment is not None:
+        run = load_run(environment)
+        own = MeasuredEnvironment.of(run.environment, run.workload)
     setup = make_setup(
         model,
         gpu=gpu,
@@ -159,7 +163,7 @@ def measure(
         lora_rank=lora_rank,
         ray=None if ray is None else RayPlace(ray, ray_address),
         reward_model=reward_model,
-        environment=None if environment is None else MeasuredEnvironment.of(load_run(environment)),
+        environment=own,
     )
     echo(f"measuring {setup.num_points} points; {DURATION}", err=True)
     try:
