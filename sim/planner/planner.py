@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from statistics import median
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from streamrl.hardware.profiles import price_of
 from streamrl.hardware.resolved import resolve
+from streamrl.record.steady_state import Speed
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
@@ -79,11 +80,11 @@ from streamrl.sim.planner.plan_description import (
 from streamrl.sim.planner.plan_settings import describe, own_candidate, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.sensitivity import Judgement, Verdict, judge
+from streamrl.sim.planner.sensitivity import Judgement, Verdict, judge, trials_after_changes
 from streamrl.sim.planner.space import Candidate
 from streamrl.sim.planner.spot_savings import spot_savings
 from streamrl.sim.planner.take import digest_of, with_restarts
-from streamrl.sim.planner.trial import open_trial
+from streamrl.sim.planner.trial import Unfinished, open_trial
 from streamrl.sim.planner.what_if import make_grid
 from streamrl.targets.verdicts import TARGETS, verdict_of
 
@@ -203,6 +204,7 @@ def _plan(
     if run.plan.takes_faster:
         _look_for_faster(search, race, pool, progress)
     chosen, judged = _choose(search, race, pool, progress)
+    first_chosen, worths = chosen, _start_worths(race, chosen, pool, progress)
     _look_for_fastest(search, pool, progress)
     _look_for_cheapest(search, pool, progress)
     _look_for_much_faster(search, chosen, pool, progress)
@@ -210,9 +212,8 @@ def _plan(
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, named)
     search.aim_at(run.plan)
     whole_nodes = _whole_nodes(run.plan, run.cluster.pools)
-    helper = ThreadPoolExecutor(1)
-    worths = helper.submit(_find_worths, race, chosen, pool, progress.on("near plans"))
-    helper.shutdown(wait=False)
+    if chosen != first_chosen:
+        worths = _start_worths(race, chosen, pool, progress)
     near = _look_near(search, race, chosen, whole_nodes, pool, progress.on("near plans"))
     options, others = Options(search, race, chosen), OtherRows(race, chosen)
     if own is not None:
@@ -339,7 +340,7 @@ def _look_near(
 ) -> _Near:
     """Look at plans near the chosen one: four tasks in threads, because each mostly waits for simulations.
 
-    This is left out of plans with episodes, whose simulations take long; see `_find_worths`.
+    This is left out of plans with episodes, whose simulations take long; see `_start_worths`.
     """
     if search.space.run.environment is not None:
         return _Near({}, None, None, None)
@@ -357,14 +358,22 @@ def _look_near(
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _find_worths(race: Race, chosen: int, pool: Executor, watch: Callable[[], None]) -> list[Worth]:
-    """Return the effects of more of each resource of episodes; none for a plan without them.
+def _start_worths(
+    race: Race, chosen: int, pool: Executor, progress: _Progress
+) -> Future[list[Worth]]:
+    """Begin to find the effects of more of each resource of episodes; none for a plan without them.
 
-    It runs in a thread beside the simulations of other options, so that no core is idle.
+    It is done in a thread beside the simulations of other plans, of which often one runs alone.
     """
-    if race.search.space.run.environment is None:
-        return []
-    return find_worths(race.search, chosen, race.steady[chosen][0], pool, watch)
+    search, found = race.search, Future[list[Worth]]()
+    if search.space.run.environment is None:
+        found.set_result([])
+        return found
+    helper = ThreadPoolExecutor(1)
+    metrics, watch = race.steady[chosen][0], progress.on("near plans")
+    found = helper.submit(find_worths, search, chosen, metrics, pool, watch)
+    helper.shutdown(wait=False)
+    return found
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
@@ -443,7 +452,9 @@ def _choose(
     """
     for _ in range(MOST_RETURNS):
         best = race.run(pool, progress.on("finalists"))
+        ahead = _look_ahead(search, best, pool)
         chosen = race.settle(pool, best, progress.on("the chosen plan"))
+        ahead.result()
         if search.is_late:
             return chosen, NOT_JUDGED
         judged = _judge(search, race, chosen, pool, progress)
@@ -455,6 +466,19 @@ def _choose(
         if not any(search.value(i) < search.value(chosen) for i in new if i in ranking):
             break
     return chosen, judged
+
+
+def _look_ahead(search: Search, best: int, pool: Executor) -> Future[dict[int, Speed | Unfinished]]:
+    """Simulate the what-ifs of a plan with episodes in a thread, while its steady state keeps one core busy for long."""
+    ahead = Future[dict[int, Speed | Unfinished]]()
+    if search.space.run.environment is None:
+        ahead.set_result({})
+        return ahead
+    helper = ThreadPoolExecutor(1)
+    trials = trials_after_changes(search, best)
+    ahead = helper.submit(search.speeds_of, pool, trials, lambda: None, search.deadline)
+    helper.shutdown(wait=False)
+    return ahead
 
 
 def _judge(

@@ -178,6 +178,16 @@ def judge(
     return Judgement(verdicts, left_out, [each for _, each in found if each not in verdicts])
 
 
+def trials_after_changes(search: Search, index: int) -> dict[int, Trial]:
+    """Return the simulations of a plan that `judge` will ask for if this plan is chosen."""
+    left_out = dict(_left_out(search))
+    changes = [shift for shift in shifts(search.space.run) if shift.thing not in left_out]
+    candidate = search.space.candidate(index)
+    looks = [_Look(each, index, candidate, search.estimates) for each in changes]
+    fitting = [look for look in looks if _fits(look.shift, candidate)]
+    return {place: trial for (place, _), trial in _own_trials(fitting, search).items()}
+
+
 def effects_of(
     search: Search,
     asked: Sequence[tuple[int, Shift]],

@@ -135,7 +135,7 @@ SEARCH_STEPS = 8
 """Most steps by which a search compares plans. All plans have the same prompts and lengths, so
 their difference is more exact than the step time of each.
 """
-EPISODE_STEPS = START + 4
+EPISODE_STEPS = START + 3
 """Most steps of any comparison of plans with episodes. An episode has dozens of turns, so its
 simulation takes as long as that of dozens of rollouts.
 """
