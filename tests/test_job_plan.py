@@ -290,6 +290,19 @@ def test_options_of_a_single_run_are_refused(
     assert done.returncode == 2 and message in done.stderr
 
 
+def test_a_plan_that_kueue_cannot_run_is_written_all_the_same(tmp_path: Path) -> None:
+    jobs = [{**JOB, "name": name, "set": ["algorithm.steps=900"]} for name in "ab"]
+    pools = {"h800": {**POOL, "nodes": 1, "gpus_per_node": 2}}
+    schedule = {"start_time": "5 s", "sharing": ["time-slicing"]}
+    path = write_files(tmp_path, jobs=jobs, cluster={"pools": pools}, schedule=schedule)
+    with spread_over(partial(ThreadPoolExecutor, 1)):
+        done = streamrl("plan", path, "-o", tmp_path / "out", "--export", "kueue")
+    assert done.returncode == 1
+    assert "kueue.json was not: Kueue has no time slices; export to slurm or ray" in done.stderr
+    assert (tmp_path / "out" / CLUSTER_JSON).exists()
+    assert "Share 2 h800 by time-slicing: jobs take turns on all GPUs." in done.stdout
+
+
 def test_a_job_that_fits_on_no_share_is_named(tmp_path: Path) -> None:
     path = write_files(tmp_path, jobs=[{**JOB, "set": ["model.name=deepseek-v3"]}])
     with spread_over(partial(ThreadPoolExecutor, 1)):
