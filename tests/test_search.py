@@ -129,7 +129,7 @@ def test_finalists_of_as_few_steps_as_the_search_had_are_not_simulated_again(
 ) -> None:
     search = searched()
     simulated: list[Trial] = []
-    monkeypatch.setattr("streamrl.sim.planner.race.short_speed_of", simulated.append)
+    monkeypatch.setattr("streamrl.sim.planner.search.short_speed_of", simulated.append)
     race = Race(search)
     race.run(Here(), lambda: None)
     assert race.finals and not simulated
