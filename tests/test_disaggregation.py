@@ -13,19 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.engine.messages import (
+    Drop,
     Event,
     Generate,
     Generated,
     LoadWeights,
+    Observed,
     ReplicaLeaving,
     ReplicaLost,
+    RunStarted,
     StartReplica,
+    Truncate,
+    WeightsLoaded,
+    Woke,
 )
 from streamrl.engine.trace import Trace, replay
 from streamrl.hardware.memory import PREFILL_CHUNK
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import attribute, attribute_sides
+from streamrl.record.metrics import measure
 from streamrl.record.timeline import read_timeline
 from streamrl.report.plan_report import disaggregation_text
 from streamrl.runfile.cluster_config import ModelConfig
@@ -46,8 +53,9 @@ from streamrl.sim.planner.disaggregation import (
 )
 from streamrl.sim.replica import Replica
 from streamrl.sim.world import SimWorld
-from streamrl.sim.world_interface import Disruptions, SimRollout
+from streamrl.sim.world_interface import Disruptions, Reached, SimRollout
 from streamrl.targets.execute_limits import check_back_ends
+from streamrl.workload.episodes import Episode
 from tests.runs import (
     Script,
     checked_world,
@@ -285,6 +293,84 @@ def test_a_decode_replica_receives_contexts_and_then_makes_every_token(num: int)
         assert replica._cache.num_rollouts == replica._cache.held == 0
 
 
+def test_latency_passes_before_the_first_byte() -> None:
+    route = replace(ROUTE, latency=0.5)
+    pair = Pair(costs=replace(COSTS, cache_routes={(1, 0): route}))
+    pair.send(0, 400, 30)
+    pair.env.run()
+    ((_, event),) = pair.ends("stop").values()
+    assert event.transfer_time == pytest.approx(0.5 + 400 / ROUTE.send_rate)
+
+
+def test_rollouts_that_are_received_take_slots() -> None:
+    pair = Pair(run=apart(rollout__max_running=2))
+    for rollout in range(5):
+        pair.send(rollout, 400, 30)
+    most = 0
+    while pair.env.peek() < float("inf"):
+        pair.env.step()
+        most = max(most, len(pair.decode._running) + len(pair.decode._receiving))
+    assert most == 2 and sorted(pair.ends("stop")) == [0, 1, 2, 3, 4]
+
+
+def test_a_replica_that_drains_decodes_what_it_has_begun_to_receive() -> None:
+    pair = Pair()
+    pair.send(0, 400, 30)
+    while not pair.decode._receiving:
+        pair.env.step()
+    pair.decode.load(LoadWeights(0, 1, drain=True))
+    pair.env.run()
+    assert pair.ends("stop")[0][1].version == 0
+    assert isinstance(pair.events[-1][1], WeightsLoaded)
+
+
+def test_a_prefill_replica_keeps_the_prompt_of_a_sibling_that_comes_later() -> None:
+    pair = Pair()
+    pair.send(0, PREFILL_CHUNK, 30, group=0)
+    pair.env.run()
+    pair.send(1, PREFILL_CHUNK, 30, group=0)
+    pair.env.run()
+    first, second = (event for _, event in pair.ends("prefilled").values())
+    assert second.run_time < 0.05 * first.run_time
+
+
+def test_a_later_turn_is_prefilled_and_received_from_its_last_observation_on() -> None:
+    run = apart(environment={"max_turns": 2, "max_context": 20_000}, rollout__max_running=8)
+    pair = Pair(run, Costs.load(run))
+    episode = Episode(ends=(20, 50), observations=(300,), action_times=(1.0,))
+    pair.rollouts[0] = SimRollout(0, 4000, 50, episode, Reached())
+    pair.prefill.generate(Generate(0, 1, 0))
+    pair.env.run()
+    pair.holds = True
+    pair.prefill.generate(Generate(0, 1, 0, prefix=20, turn=1, observed=300))
+    pair.env.run()
+    computed = pair.ends("prefilled")[0][1]
+    # its own output was decoded elsewhere, so it is computed again beside the observation
+    assert computed.cached_tokens == 4000
+    part = COSTS.prefill_time(320, 320 * (4000 + 320 / 2), 0)
+    assert computed.run_time == pytest.approx(part)
+    pair.decode.generate(Generate(0, 0, 0, prefix=20, turn=1, observed=300, prefilled_on=1))
+    pair.env.run()
+    decoded = pair.ends("stop")[0][1]
+    assert decoded.cached_tokens == 4020
+    assert decoded.transfer_time == pytest.approx(300 / ROUTE.send_rate)
+
+
+@pytest.mark.parametrize("is_in_pass", [True, False])
+def test_an_aborted_context_is_not_kept(is_in_pass: bool) -> None:
+    pair = Pair()
+    pair.holds = True
+    pair.send(0, 400, 30)
+    if is_in_pass:
+        pair.env.run(until=0.5 * chunk_time(0, 400))
+    else:
+        pair.env.run()
+    pair.prefill.abort(0)
+    pair.env.run()
+    assert list(pair.ends("aborted" if is_in_pass else "prefilled")) == [0]
+    assert not pair.handover.has(0, 1) and pair.prefill._cache.held == 0
+
+
 def test_a_prefill_elsewhere_does_not_slow_running_rollouts_down() -> None:
     pair = Pair()
     pair.send(0, 400, 200)
@@ -437,6 +523,16 @@ def test_a_prefilled_rollout_waits_for_a_decode_replica() -> None:
     assert list(s.state.prefilled) == [0]
 
 
+def test_an_episode_whose_time_is_over_waits_for_no_decode_replica() -> None:
+    limits = {"max_turns": 4, "max_context": 4096, "episode_time_limit": "20 s"}
+    s = begun(1, environment=limits)
+    s.tell(Observed(0, 0), ReplicaLost(0, "gone"), ReplicaLost(1, "gone"), prefilled(0))
+    assert list(s.state.prefilled) == [0]
+    s.now = 100.0
+    assert of(Truncate, s.tell(Woke(s.state.next_wake or 0.0))) == [Truncate(0)]
+    assert not s.state.prefilled
+
+
 def test_siblings_share_a_prefill_replica() -> None:
     s = script(
         rollout__others=[{**PREFILL, "replicas": 2}],
@@ -489,6 +585,8 @@ def test_every_rollout_is_prefilled_and_decoded_on_different_replicas(system: st
     assert {c.replica for c in sent if c.prefilled_on is not None} == {0, 1}
     ends = [e.event for e in trace.entries if isinstance(e.event, Generated)]
     computed = sum(event.prefill_time > 0 for event in ends if event.finish != "prefilled")
+    if system == "stream-sync":
+        assert sum(world.steps.num_generated) == 3 * 2 * 2
     # weights that a prefill replica loads while its contexts wait make decode replicas compute them
     assert computed == 0 if system in ("stream-sync", "disaggregated") else computed < len(ends) / 4
 
@@ -498,11 +596,76 @@ def test_transfers_over_a_slow_link_are_idle_time_of_their_own() -> None:
     check(world, trace)
     sides = attribute_sides(trace).sides
     assert sides["rollout"].idle["kv-transfer"] > 0.02
+    # prefill replicas and the trainer wait for the same transfers
+    assert sides["rollout-2"].idle["kv-transfer"] > 0.02 < sides["trainer"].idle["kv-transfer"]
+    assert sides["trainer"].idle["verifier"] == 0.0
     assert sides["rollout-2"].busy["prefill"] > 0.0 < sides["rollout"].busy["decode"]
     assert sides["rollout-2"].busy["decode"] == pytest.approx(0.0, abs=1e-9)
     assert sides["rollout"].busy["prefill"] == 0.0
     spans = [span for spans in read_timeline(trace).replicas.values() for span in spans]
     assert any(span.activity == "kv-transfer" for span in spans)
+
+
+def test_prefill_replicas_that_wait_for_decoding_wait_for_the_pipeline() -> None:
+    _, trace = traced(apart(policies__system="stream-sync"))
+    idle = attribute_sides(trace).sides["rollout-2"].idle
+    assert idle["pipeline"] > 0.02 and idle["skew"] == 0.0
+
+
+def under_way(world: SimWorld) -> tuple[dict[int, Any], Handover]:
+    """Run until contexts are on their way to both decode replicas; return the caches that are kept."""
+    world.emit(RunStarted(0, 0))
+    handover = world._handover
+    assert handover is not None
+    ports = handover._ports
+    while not all(("to", n) in ports and ports["to", n].transfers for n in (0, 1)):
+        world.env.step()
+    return handover._kept, handover
+
+
+def slow_world() -> SimWorld:
+    run = apart({**PREFILL, "pool": "third"}, policies__system="stream-sync", **SLOW)
+    return checked_world(fill_policies(run, Costs.load(run)))
+
+
+def test_a_lost_replica_sends_and_receives_nothing_any_more() -> None:
+    for which in (0, 1, 2):
+        world = slow_world()
+        kept, handover = under_way(world)
+        world.lose(which, "gone")
+        for side in ("from", "to"):
+            port = handover._ports.get((side, which))
+            assert port is None or not port.transfers
+        assert all(each.replica != which for each in kept.values())
+
+
+def test_contexts_of_dropped_and_overdue_rollouts_are_freed() -> None:
+    world = slow_world()
+    kept, _ = under_way(world)
+    first = next(iter(kept))
+    world.start(Truncate(first))
+    assert first not in kept
+    group = world.rollouts[next(iter(kept))].group
+    world.start(Drop(group, "not wanted"))
+    assert not [each for each in kept if world.rollouts[each].group == group]
+
+
+def cached_share(trace: Trace, replicas: set[int]) -> float:
+    """Return the share of the contexts of later turns that the prefix caches of some replicas had."""
+    sent, cached, context = dict[int, Generate](), 0, 0
+    for entry in trace.entries:
+        event = entry.event
+        command = sent.get(event.rollout) if isinstance(event, Generated) else None
+        if (
+            isinstance(event, Generated)
+            and command
+            and command.turn
+            and command.replica in replicas
+        ):
+            whole = 40 + command.prefix + command.observed
+            cached, context = cached + min(event.cached_tokens, whole), context + whole
+        sent.update({c.rollout: c for c in of(Generate, entry.commands)})
+    return cached / context
 
 
 def test_each_turn_of_an_episode_is_prefilled_and_only_what_is_new_is_received() -> None:
@@ -511,6 +674,11 @@ def test_each_turn_of_an_episode_is_prefilled_and_only_what_is_new_is_received()
     ends = [e.event for e in trace.entries if isinstance(e.event, Generated)]
     turns = sum(event.finish in ("stop", "length") for event in ends)
     assert turns == sum(event.finish == "prefilled" for event in ends) > 12
+    found = measure(trace).episodes
+    assert found is not None and 1.0 <= found.turns <= 4.0
+    on_prefill, on_all = (cached_share(trace, sides) for sides in ({2}, {0, 1, 2}))
+    assert on_prefill < on_all
+    assert found.cached_share == pytest.approx(on_prefill, abs=(on_all - on_prefill) / 4)
     commands = [c for entry in trace.entries for c in entry.commands]
     later = {c.rollout for c in of(Generate, commands) if c.turn and c.prefilled_on is not None}
     moved = [e for e in ends if e.rollout in later and e.finish == "stop" and e.cached_tokens]
@@ -519,7 +687,7 @@ def test_each_turn_of_an_episode_is_prefilled_and_only_what_is_new_is_received()
     assert shortest < 60 / ROUTE.send_rate + ROUTE.latency  # an observation, not the context
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     system=st.sampled_from(SYSTEMS),
     losses=st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(0, 5)), max_size=6),
