@@ -73,8 +73,9 @@ class Attempt(msgspec.Struct, eq=False):
             done=command.prefix,
             length=drawn.length,
             brings_cache=command.brings_cache,
-            prefilled_on=command.prefilled_on,
         )
+        if command.prefilled_on is not None:
+            attempt.prefilled_on = command.prefilled_on
         if drawn.episode is not None:
             attempt.begin_turn(command.turn, command.observed, drawn.episode)
             attempt.reached = drawn.reached

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from streamrl.engine.entities import Group, Rollout, WaitingRollouts
+from streamrl.engine.entities import Group, Replica, Rollout, WaitingRollouts
 from streamrl.engine.environments import Environments
 from streamrl.engine.estimates import RecentLengths
 from streamrl.engine.evaluation import Evaluations
@@ -443,9 +443,8 @@ class State:
         if self.fleet.final is not None:
             self.fleet.see_pressure(rollout, event, self.num_generating)
         replica = rollout.replica
-        if event.finish == "prefilled":
-            rollout.prefilled_on = None if replica is None else replica.id
-        elif self.environments is not None and self.environments.is_sticky:
+        own = self.environments
+        if own is not None and own.is_sticky and event.finish != "prefilled":
             rollout.home = None if replica is None else replica.id
         self.fleet.release(rollout)
         group = rollout.group
@@ -456,16 +455,16 @@ class State:
         if group.is_dropped:
             self._forget(rollout)
         elif event.finish in UNFINISHED and not rollout.is_truncated:
-            self._wait_again(rollout, event.finish)
+            self._wait_again(rollout, event.finish, replica)
         elif self.environments is None:
             self._finish(rollout)
         else:
             self._end_turn(rollout, event.finish, self.environments)
 
-    def _wait_again(self, rollout: Rollout, finish: Finish) -> None:
-        """Record that a rollout waits for a replica that decodes it, or for any if its context is not prefilled."""
-        if finish == "prefilled":
-            rollout.phase = "prefilled"
+    def _wait_again(self, rollout: Rollout, finish: Finish, replica: Replica | None) -> None:
+        """Record that a rollout waits for another replica; one that decodes it if `replica` has prefilled its context."""
+        if finish == "prefilled" and replica is not None:
+            rollout.phase, rollout.prefilled_on = "prefilled", replica.id
             self.prefilled[rollout.id] = rollout
         else:
             self.waiting.add(rollout)

@@ -38,10 +38,10 @@ class Attempts(NamedTuple):
     """Output tokens at its end, and tokens of observations."""
     recompute_time: Floats
     """Seconds at the start in which tokens were computed that had been in a KV cache before."""
-    transfer_time: Floats
-    """Seconds at the start until its KV cache was there from a prefill replica; its prefill comes after them."""
     is_known: Floats
     """1 if its running time and its tokens were reported, else 0."""
+    transfer_time: Floats
+    """Seconds at the start until its KV cache was there from a prefill replica; its prefill comes after them."""
 
 
 def by_replica(replicas: Floats, rows: Floats) -> dict[int, Floats]:
@@ -58,7 +58,9 @@ class AttemptReader(MessageReader):
         self._sent: dict[int, tuple[Generate, float, int]] = {}
         """By rollout of a running attempt: its command, the instant of the command, and its prompt tokens."""
         self._ended: list[tuple[float, ...]] = []
-        """The numbers of each attempt, in the order of `Attempts`."""
+        """The numbers of each attempt, in the order of `Attempts`, except for its transfer."""
+        self._transfers: list[tuple[int, float]] = []
+        """For each of these attempts with a transfer: its place and the seconds."""
         self._prompts: dict[int, int] = {}
         """Prompt tokens by rollout that may have further attempts."""
         self._groups: dict[int, tuple[int, ...]] = {}
@@ -85,12 +87,13 @@ class AttemptReader(MessageReader):
 
     def take(self) -> Attempts:
         """Return the attempts that ended since the last call."""
-        width = len(Attempts._fields)
-        numbers = np.fromiter(
-            chain.from_iterable(self._ended), dtype=float, count=len(self._ended) * width
-        )
-        self._ended = []
-        return Attempts(*numbers.reshape(-1, width).T)
+        num, width = len(self._ended), len(Attempts._fields) - 1
+        numbers = np.fromiter(chain.from_iterable(self._ended), dtype=float, count=num * width)
+        transfer_time = np.zeros(num)
+        for place, seconds in self._transfers:
+            transfer_time[place] = seconds
+        self._ended, self._transfers = [], []
+        return Attempts._make([*numbers.reshape(-1, width).T, transfer_time])
 
     def end_all(self, now: float) -> None:
         """End all running attempts, because the trace ends."""
@@ -112,21 +115,11 @@ class AttemptReader(MessageReader):
         command, _, prompt = self._sent.pop(rollout)
         start, seen = now - event.run_time, command.observed
         prefix, tokens = command.prefix + seen, event.tokens + seen
-        spent, again, moved = event.prefill_time, event.recompute_time, event.transfer_time
+        times = event.prefill_time, event.recompute_time
+        if event.transfer_time:
+            self._transfers.append((len(self._ended), event.transfer_time))
         self._ended.append(
-            (
-                command.replica,
-                rollout,
-                start,
-                now,
-                spent,
-                prompt,
-                prefix,
-                tokens,
-                again,
-                moved,
-                True,
-            )
+            (command.replica, rollout, start, now, times[0], prompt, prefix, tokens, times[1], True)
         )
 
     def _fail(self, event: Failed, now: float) -> None:
@@ -137,7 +130,7 @@ class AttemptReader(MessageReader):
         command, sent_at, prompt = self._sent.pop(rollout)
         prefix = command.prefix + command.observed
         self._ended.append(
-            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, 0.0, 0.0, False)
+            (command.replica, rollout, sent_at, now, 0.0, prompt, prefix, prefix, 0.0, False)
         )
 
     def _forget(self, groups: tuple[int, ...]) -> None:

@@ -97,7 +97,10 @@ class Dispatch(DispatchProperties):
 
     def _send(self, state: State) -> Iterator[Command]:
         while (rollout := state.waiting.first()) is not None:
-            replica = self.place(state, rollout)
+            if rollout.home is not None or self.keeps_groups:
+                replica = self.place(state, rollout)
+            else:
+                replica = self.choose(state, rollout)
             if replica is None:
                 return
             yield self.send(rollout, replica)
