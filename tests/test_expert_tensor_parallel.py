@@ -116,7 +116,7 @@ def test_absent_it_is_whole_experts_among_expert_ranks_and_the_slices_of_attenti
         )
         assert trainer_memory(resolve(told).trainer) == trainer_memory(resolve(absent).trainer)
         costs = [TrainingCosts.load(resolve(run)) for run in (told, absent)]
-        times = [one.stages.backward_times([(TOKENS, 7e6)])[0, 0] for one in costs]
+        times = [one.stages.backward_times([(TOKENS, 7e6, TOKENS)])[0, 0] for one in costs]
         assert times[0] == times[1] and costs[0].optimizer_time == costs[1].optimizer_time
 
 
