@@ -247,6 +247,7 @@ bench-handover: $(READY)
 
 bench-jobs: $(READY)
 	$(BIN)/python -m benchmarks.bench_jobs --page docs/jobs.md
+
 bench-elastic: $(READY)
 	$(BIN)/python -m benchmarks.bench_elastic
 

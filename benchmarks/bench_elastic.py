@@ -1,8 +1,11 @@
 """Measure how long a trainer on this machine needs to add and remove ranks, against the simulator's seconds.
 
-Each model's trainer goes through `SIZES`. The seconds until an added rank is ready are measured first, alone, as a user
-would for `trainer.rank_start_time`. All other constants are those of `profiles/sync/ranks-gloo.toml`. The goal is a
-simulated time within 15 % of the executed one.
+Each model's trainer goes through `SIZES`. The seconds until an added rank is ready are measured alone, as a user would
+for `trainer.rank_start_time`. Other constants are those of `profiles/sync/ranks-gloo.toml`. The goal is a simulated time
+within 15 % of the executed one.
+
+A shared machine changes its speed. So before each change two other processes broadcast `REFERENCE_BYTES` by gloo, and
+figures "at the rate of the moment" use that rate in place of the profile's.
 """
 
 from __future__ import annotations
@@ -10,16 +13,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from streamrl.executor.launchers.handles import LocalProcess, RankHandles, end_ranks, remote
@@ -39,6 +47,56 @@ MODELS = {"small": (128, 4), "middle": (512, 12), "large": (768, 16)}
 """Hidden size and layers of each model."""
 VOCABULARY = 4096
 ROUNDS = 3
+REFERENCE_BYTES = 2**28
+BLOCK_BYTES = 2**22
+"""Bytes of one broadcast: about those of a weight of the larger models."""
+
+
+def broadcast_blocks(rank: int, meet: str, pipe: Connection) -> None:
+    """Broadcast blocks to another process each time the pipe has a message, and answer with the seconds."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    sent = torch.rand(REFERENCE_BYTES // 4)
+    while pipe.recv():
+        began_at = time.monotonic()
+        # new memory each time, as a new rank has it: its pages are made as they are written
+        held = sent if rank == 0 else torch.empty(REFERENCE_BYTES // 4)
+        for block in held.split(BLOCK_BYTES // 4):
+            dist.broadcast(block, 0)
+        pipe.send(time.monotonic() - began_at)
+
+
+class Reference:
+    """Two processes that measure the rate of a broadcast at any moment."""
+
+    def __init__(self, scratch: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(2)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            context.Process(
+                target=broadcast_blocks,
+                args=(rank, str(scratch / "reference"), theirs),
+                daemon=True,
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+        self.rate()
+
+    def rate(self) -> float:
+        """Return bytes per second."""
+        for pipe in self._pipes:
+            pipe.send(True)
+        return REFERENCE_BYTES / max([float(pipe.recv()) for pipe in self._pipes])
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(False)
+            process.join()
 
 
 def make_model(directory: Path, hidden: int, layers: int) -> Path:
@@ -138,24 +196,35 @@ def sample(number: int) -> Sample:
     )
 
 
-async def measure(
-    model: Path, scratch: Path, rounds: int
-) -> tuple[float, dict[tuple[int, int], float]]:
-    """Return the seconds to start a rank, and of each change: the medians of all rounds."""
-    starts, changes = [], dict[tuple[int, int], list[float]]()
+class Change(NamedTuple):
+    """An executed change of ranks."""
+
+    before: int
+    after: int
+    seconds: float
+    start_time: float
+    """Seconds to start one rank, in the same round."""
+    rate: float
+    """Bytes per second of the reference broadcast, just before."""
+
+
+async def measure(model: Path, scratch: Path, rounds: int, reference: Reference) -> list[Change]:
+    """Return the changes of all rounds."""
+    changes = []
     for _ in range(rounds):
         trainer = Elastic(model, scratch)
-        starts.append(await trainer.start_time())
         await trainer.begin()
         try:
-            for change in pairwise(SIZES):
-                changes.setdefault(change, []).append(await trainer.resize(change[1]))
+            for before, after in pairwise(SIZES):
+                start_time, rate = await trainer.start_time(), reference.rate()
+                seconds = await trainer.resize(after)
+                changes.append(Change(before, after, seconds, start_time, rate))
         finally:
             await trainer.close()
-    return median(starts), {change: median(found) for change, found in changes.items()}
+    return changes
 
 
-def predict(model: Path, start_time: float) -> ResizingCosts:
+def costs_of(model: Path, start_time: float) -> ResizingCosts:
     """Return the simulator's costs of a model's trainer on this machine's cores."""
     table: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32"},
@@ -172,22 +241,39 @@ def say(name: str, value: float, unit: str) -> None:
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit}), flush=True)
 
 
-def report(
-    name: str, start_time: float, executed: dict[tuple[int, int], float], costs: ResizingCosts
-) -> Sequence[float]:
-    """Print the figures of a model, and return the ratios of simulated to executed seconds."""
+def report(name: str, model: Path, changes: list[Change]) -> None:
+    """Print the figures of a model: medians over rounds, and sums of all changes that add ranks."""
+    start_time = median(change.start_time for change in changes)
+    costs = costs_of(model, start_time)
     say(f"elastic {name}: bytes of a rank's state", costs.num_bytes, "bytes")
     say(f"elastic {name}: start of a rank", start_time, "s")
-    ratios = []
-    for (before, after), seconds in executed.items():
-        simulated = costs.time(before, after)
-        say(f"elastic {name}: {before} to {after} ranks, executed", seconds, "s")
-        say(f"elastic {name}: {before} to {after} ranks, simulated", simulated, "s")
-        ratios.append(simulated / seconds)
-    grown = sum(s for (before, after), s in executed.items() if after > before)
-    predicted = sum(costs.time(*change) for change in executed if change[1] > change[0])
-    say(f"elastic {name}: all added ranks, simulated / executed", predicted / grown, "ratio")
-    return ratios
+    say(f"elastic {name}: reference broadcast", median(c.rate for c in changes), "bytes/s")
+    for before, after in pairwise(SIZES):
+        found = [c for c in changes if (c.before, c.after) == (before, after)]
+        ranks = f"elastic {name}: {before} to {after} ranks"
+        say(f"{ranks}, executed", median(c.seconds for c in found), "s")
+        say(f"{ranks}, simulated", costs.time(before, after), "s")
+        say(f"{ranks}, at the rate of the moment", median(map(at_rate(costs), found)), "s")
+    added = [change for change in changes if change.after > change.before]
+    executed = sum(change.seconds for change in added)
+    simulated = sum(costs.time(change.before, change.after) for change in added)
+    say(f"elastic {name}: added ranks, simulated / executed", simulated / executed, "ratio")
+    at_moment = sum(map(at_rate(costs), added))
+    say(
+        f"elastic {name}: added ranks, the same at the rate of the moment",
+        at_moment / executed,
+        "ratio",
+    )
+
+
+def at_rate(costs: ResizingCosts) -> Callable[[Change], float]:
+    """Return a function that computes the simulated seconds of a change with the measured start and rate."""
+
+    def seconds(change: Change) -> float:
+        own = replace(costs, start_time=change.start_time, near=change.rate, far=change.rate)
+        return own.time(change.before, change.after)
+
+    return seconds
 
 
 def main() -> None:
@@ -198,10 +284,18 @@ def main() -> None:
     args = parser.parse_args()
     begin_imports({**os.environ, **worker_environment(1)}, "cpu")
     with tempfile.TemporaryDirectory(prefix="bench-elastic-") as scratch:
+        reference = Reference(Path(scratch))
         for name in args.models:
             model = make_model(Path(scratch) / name, *MODELS[name])
-            started, executed = asyncio.run(measure(model, Path(scratch), args.rounds))
-            report(name, started, executed, predict(model, started))
+            asyncio.run(warm_up(model, Path(scratch)))
+            changes = asyncio.run(measure(model, Path(scratch), args.rounds, reference))
+            report(name, model, changes)
+        reference.close()
+
+
+async def warm_up(model: Path, scratch: Path) -> None:
+    """Start a rank once, so that the prefork server has imported everything."""
+    await Elastic(model, scratch).start_time()
 
 
 if __name__ == "__main__":

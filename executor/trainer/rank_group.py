@@ -16,6 +16,8 @@ from streamrl.executor.trainer.trainer_settings import TrainerSettings
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of gradient that are summed at once: enough to use the network fully, and small compared with a model."""
+SENT_ALONE = 2**20
+"""Least bytes of a tensor that is broadcast without a copy. It takes longer than the call."""
 OTHER_RANK = "another rank of the trainer rejected its share"
 """Error of a rank that has nothing to reject itself."""
 
@@ -91,8 +93,14 @@ class RankGroup:
             _fill(bucket, flat)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Replace tensors of the other ranks of a group, which has the first rank, by those of the first rank."""
-        for bucket in _buckets(tensors):
+        """Replace tensors of the other ranks of a group, which has the first rank, by those of the first rank.
+
+        Tensors of the other ranks must be contiguous.
+        """
+        for tensor in tensors:
+            if tensor.nbytes >= SENT_ALONE:
+                dist.broadcast(tensor.detach().contiguous(), 0, group=group)
+        for bucket in _buckets([tensor for tensor in tensors if tensor.nbytes < SENT_ALONE]):
             flat = torch.cat([tensor.detach().flatten() for tensor in bucket])
             dist.broadcast(flat, 0, group=group)
             if not self.is_first:
