@@ -248,22 +248,22 @@ def report(name: str, model: Path, changes: list[Change]) -> None:
     say(f"elastic {name}: bytes of a rank's state", costs.num_bytes, "bytes")
     say(f"elastic {name}: start of a rank", start_time, "s")
     say(f"elastic {name}: reference broadcast", median(c.rate for c in changes), "bytes/s")
+    executed = simulated = at_moment = 0.0
     for before, after in pairwise(SIZES):
         found = [c for c in changes if (c.before, c.after) == (before, after)]
         ranks = f"elastic {name}: {before} to {after} ranks"
-        say(f"{ranks}, executed", median(c.seconds for c in found), "s")
-        say(f"{ranks}, simulated", costs.time(before, after), "s")
-        say(f"{ranks}, at the rate of the moment", median(map(at_rate(costs), found)), "s")
-    added = [change for change in changes if change.after > change.before]
-    executed = sum(change.seconds for change in added)
-    simulated = sum(costs.time(change.before, change.after) for change in added)
-    say(f"elastic {name}: added ranks, simulated / executed", simulated / executed, "ratio")
-    at_moment = sum(map(at_rate(costs), added))
-    say(
-        f"elastic {name}: added ranks, the same at the rate of the moment",
-        at_moment / executed,
-        "ratio",
-    )
+        own = median(c.seconds for c in found), costs.time(before, after)
+        moment = median(map(at_rate(costs), found))
+        say(f"{ranks}, executed", own[0], "s")
+        say(f"{ranks}, simulated", own[1], "s")
+        say(f"{ranks}, at the rate of the moment", moment, "s")
+        if after > before:
+            executed += own[0]
+            simulated += own[1]
+            at_moment += moment
+    added = f"elastic {name}: added ranks"
+    say(f"{added}, simulated / executed", simulated / executed, "ratio")
+    say(f"{added}, the same at the rate of the moment", at_moment / executed, "ratio")
 
 
 def at_rate(costs: ResizingCosts) -> Callable[[Change], float]:

@@ -1,17 +1,18 @@
 """Compute the seconds in which a trainer's ranks are added or removed between two steps.
 
-    added ranks     start_time + setup_time + depth x bytes / rate
-    removed ranks   setup_time
+    added ranks     start_time + group_time + depth x bytes / rate
+    removed ranks   group_time
 
 - start_time: `trainer.rank_start_time`, or else `trainer.start_time`. All added ranks start at the same time, and the
   others wait for them.
-- setup_time: the ranks leave their process group, meet, and connect (profiles/sync, `ranks-nccl` and `ranks-gloo`).
+- group_time: the ranks leave their process group, meet, and connect: `setup_time`, and `rank_time` for each rank
+  (profiles/sync, `ranks-nccl` and `ranks-gloo`).
 - bytes: the optimizer's states of one rank with its float32 weights. 16-bit weights are cast from these.
 - rate: NVLink if one domain has all ranks, else the network of a GPU; at most what the library sends.
 - depth: NCCL sends on while it receives, so 1. gloo sends whole tensors along a binomial tree: n new ranks take
   log2(n + 1) rounds, rounded up.
 
-Ranks that stay keep their state. So the seconds do not depend on their number.
+Ranks that stay keep their state, so no bytes go to them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from streamrl.hardware.memory import model_state
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Tier
-from streamrl.sim.costs.sync_profiles import load_backend
+from streamrl.sim.costs.sync_profiles import load_rank_group
 from streamrl.sim.costs.weight_sync import SyncSide
 
 TIER: Tier = "roofline"
@@ -34,6 +35,9 @@ class ResizingCosts:
     start_time: float
     """Seconds until an added rank has its process, its libraries and an empty model."""
     setup_time: float
+    """Seconds until a group is there, whatever its size."""
+    rank_time: float
+    """Seconds for each rank of the group."""
     num_bytes: float
     """Bytes that each GPU of an added rank receives."""
     near: float
@@ -64,28 +68,30 @@ class ResizingCosts:
         """Compute the costs of a trainer whose added ranks start in `start_time` seconds."""
         on_cpu = trainer.pool.gpu == "cpu"
         name = "ranks-gloo" if on_cpu else "ranks-nccl"
-        library, config = load_backend(name), trainer.config
+        library, config = load_rank_group(name), trainer.config
         side = SyncSide.of(trainer.pool, config.num_gpus)
         most = library.sender_bandwidth or float("inf")
         state = model_state(trainer.model, config, trainer.dtype)
         return cls(
             start_time=start_time,
             setup_time=float(library.setup_time),
+            rank_time=float(library.rank_time),
             num_bytes=state.optimizer * trainer.trained_models,
             near=min(most, side.gpu.nvlink),
             far=min(most, side.rank_bandwidth),
             domain=trainer.pool.domain,
             rank_gpus=config.num_gpus // config.data_parallel,
-            sends_on=not on_cpu,
+            sends_on=library.sends_on,
             sources=(f"profiles/sync/{name}.toml", f"profiles/gpus/{trainer.pool.gpu}.toml"),
         )
 
     def time(self, before: int, after: int) -> float:
         """Return the seconds from `before` data-parallel ranks to `after`."""
         added = after - before
+        group_time = self.setup_time + after * self.rank_gpus * self.rank_time
         if added <= 0:
-            return self.setup_time
+            return group_time
         is_near = after * self.rank_gpus <= self.domain
         depth = 1 if self.sends_on else added.bit_length()
         sent = depth * self.num_bytes / (self.near if is_near else self.far)
-        return self.start_time + self.setup_time + sent
+        return self.start_time + group_time + sent

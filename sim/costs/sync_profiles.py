@@ -60,6 +60,25 @@ class SyncBackend(ProfileTable, frozen=True, kw_only=True):
         return self.setup_time + num_tensors * self.tensor_time + offload
 
 
+class RankGroup(ProfileTable, frozen=True, kw_only=True):
+    """How the ranks of a trainer make a new group, and new ones get the trainer's state."""
+
+    name: str
+    source: str
+    date: datetime.date
+    setup_time: Duration = Duration(0.0)
+    """Seconds until a group is there, whatever its size."""
+    rank_time: Duration = Duration(0.0)
+    """Seconds for each rank of the group."""
+    sender_bandwidth: Bandwidth | None = None
+    """Most bytes per second of the first rank to another one; None if the network decides."""
+    sends_on: bool
+    """Whether a rank sends bytes on while it still receives others."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, ("setup_time", "rank_time"))
+
+
 class HandOver(ProfileTable, frozen=True, kw_only=True):
     """How replicas get weights from the trainer ranks on their own GPUs."""
 
@@ -102,6 +121,12 @@ def load_transport(name: str) -> Transport:
 def load_backend(name: str) -> SyncBackend:
     """Read a weight-sync backend from profiles/sync."""
     return read_profile(find_profile("sync", name, ".toml"), SyncBackend)
+
+
+@cache
+def load_rank_group(name: str) -> RankGroup:
+    """Read how ranks of a trainer meet from profiles/sync."""
+    return read_profile(find_profile("sync", name, ".toml"), RankGroup)
 
 
 @cache
