@@ -28,6 +28,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.executor.launchers.placement import PlacedRoles, Placement
 from streamrl.executor.subscribers.attach_requests import RanksRequest, ask
 from streamrl.executor.world import RealWorld
 from streamrl.export.planned_values import planned_values
@@ -354,6 +355,16 @@ def test_an_executed_run_changes_its_ranks_and_is_replayed(tmp_path: Path) -> No
     trace, world = execute(elastic_run(tmp_path, (2, 3), (4, 1)))
     assert sizes_of(world) == [None, 3, 1]
     assert [each.data_parallel for each in told(trace, TrainerResized)] == [3, 1]
+
+
+def test_ranks_beyond_the_run_file_take_free_places_and_no_others(tmp_path: Path) -> None:
+    run = elastic_run(tmp_path, (2, 3), cluster__pools__near__gpu="cpu")
+    placement = Placement(PlacedRoles.of(run))
+    assert len(placement.trainers[0]) == 3, "the largest size of the run file is reserved"
+    with pytest.raises(RuntimeError, match="at most 8, because pool 'near' has no more free GPUs"):
+        placement.resize_trainer(9)
+    placement.resize_trainer(8)
+    assert len({place.gpus for place in placement.trainers[0]}) == 8
 
 
 class RandomRequests:

@@ -149,6 +149,12 @@ class Placement:
             raise RuntimeError(
                 f"a run on this machine's GPUs claims them all as it begins, {len(places)} for the trainer"
             )
+        most = len(places) + sum(map(len, self._free[own.pool]))
+        if data_parallel > most:
+            raise RuntimeError(
+                f"--data-parallel must be at most {most}, because pool {own.pool!r} has no more free GPUs, "
+                f"got {data_parallel}"
+            )
         more = own.with_ranks(data_parallel - len(places))
         self.trainers[0] = (*places, *self._take_trainer(more, "trainer"))
 

@@ -251,7 +251,10 @@ class Membership:
         self._launcher.reserve_ranks(data_parallel)
         version = leader.version
         self._world.emit(RanksRequested(data_parallel))
-        return f"the trainer has {data_parallel} data-parallel ranks from step {version + 1} or {version + 2} on"
+        ranks = (
+            "1 data-parallel rank" if data_parallel == 1 else f"{data_parallel} data-parallel ranks"
+        )
+        return f"the trainer has {ranks} from step {version + 1} or {version + 2} on"
 
     def see_stopped(self, number: int) -> None:
         """Record that a trainer has ended, or is lost and will not be restarted."""
