@@ -76,6 +76,16 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
     ("changes", "name", "fix"),
     [
         ({"rollout.migration_transfer": "kv"}, "back-end", "rollout.migration_transfer=recompute"),
+        (
+            {
+                "rollout.others": [
+                    {"pool": "here", "replicas": 1, "disaggregation_mode": "prefill"}
+                ],
+                "cluster.pools.here.gpus_per_node": 3,
+            },
+            "back-end",
+            "rollout.others=",
+        ),
         ({"model.dtype": "float16"}, "back-end", "model.dtype=bfloat16"),
         ({"execute.device": "cuda:7"}, "gpus", "execute.device=cpu"),
         ({"verifier.scorer": "reasoning-gym"}, "prompts", "add the field"),
