@@ -333,7 +333,7 @@ class InstantLauncher:
         """Start a replica worker."""
         return await self._start("InstantReplica", f"{replica_id}.log")
 
-    async def trainer(self, number: int) -> Handle:
+    async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
         """Start the trainer worker."""
         return await self._start("InstantTrainer", "trainer.log")
 

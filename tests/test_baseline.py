@@ -56,7 +56,7 @@ class NotingTrainer(ScriptedTrainer):
 class NotingLauncher(ScriptedLauncher):
     """Starts that trainer."""
 
-    async def trainer(self, number: int) -> Handle:
+    async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
         return await self._start("tests.test_baseline:NotingTrainer", -1)
 
 

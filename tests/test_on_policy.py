@@ -24,7 +24,7 @@ from tests.tiny_model import tiny_model
 class RealTrainerLauncher(ScriptedLauncher):
     """Scripted replicas, whose tokens depend on the rollout alone, and a trainer that really trains."""
 
-    async def trainer(self, number: int) -> Handle:
+    async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
         return InProcess(
             TRAINER,
             {
