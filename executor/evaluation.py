@@ -36,7 +36,7 @@ from streamrl.executor.buffer import BufferedRollout, RolloutBuffer, turn_facts
 from streamrl.executor.environment.episodes import EpisodeRunner
 from streamrl.executor.environment.observation_tokens import ObservationEncoder
 from streamrl.executor.environment.session import EnvironmentHost
-from streamrl.executor.prompts import PromptWorkload, tokenize
+from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.roles import Completion, Request, Scoring, VerifierRole
 from streamrl.executor.tokens import count_ids, encode_ids
 from streamrl.record.evaluation import EvaluationResult, by_prompt, scores_of
@@ -93,7 +93,7 @@ def held_out_prompts(
             for line in lines
         ]
     else:
-        ids = tokenize(source, workload.tokenizer, limits.template_arguments)
+        ids = workload.tokenized(source)
         found = [
             HeldOutPrompt(record, encode_ids(tokens), source.line(at))
             for at, (record, tokens) in enumerate(zip(source.records, ids, strict=True))

@@ -42,7 +42,7 @@ class PromptWorkload:
 
         With an environment, a chat ends before the policy's turn begins: the environment may add messages.
         """
-        rendering: dict[str, object] = {
+        self._rendering: dict[str, object] = {
             "add_generation_prompt": run.environment is None,
             **({"tools": list(tools)} if tools else {}),
             **run.workload.template_arguments,
@@ -51,9 +51,8 @@ class PromptWorkload:
         assert sources, "check_executable wants prompts"
         self.records = list(chain.from_iterable(source.records for source in sources))
         """Records of all data sets, concatenated. A line is an index into this list."""
-        self.prompts = [
-            encode_ids(ids) for source in sources for ids in tokenize(source, tokenizer, rendering)
-        ]
+        self.tokenizer = tokenizer
+        self.prompts = [encode_ids(ids) for source in sources for ids in self.tokenized(source)]
         """Token ids of each record's prompt; see `streamrl.executor.tokens`."""
         self.has_chats = any(not isinstance(record["prompt"], str) for record in self.records)
         """Whether the model's chat template renders prompts."""
@@ -63,7 +62,6 @@ class PromptWorkload:
         """Token ids that end a rollout, of all files of the model."""
         self.notes = [*(note for source in sources for note in source.notes), *ends.notes]
         """What is unusual in the data sets and in the model's files, one line each."""
-        self.tokenizer = tokenizer
         self.group_size = run.algorithm.group_size
         self.max_tokens = run.rollout.max_tokens
         """Maximum output tokens of a rollout."""
@@ -92,6 +90,10 @@ class PromptWorkload:
         if run.policies.tail_batching == "defer":
             every = run.policies.tail_every
             self._tails = TailBatches(run.algorithm.prompts_per_step, every, self._expect)
+
+    def tokenized(self, source: PromptSource) -> Iterator[list[int]]:
+        """Yield the token ids of the prompts of a data set, also of held-out ones, rendered as those of the run."""
+        return tokenize(source, self.tokenizer, self._rendering)
 
     def with_prompts(
         self, records: Sequence[Record], prompts: Sequence[bytes], max_tokens: int

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from streamrl.cli.doctor import examine
+from streamrl.executor.evaluation import held_out_prompts
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.tokens import decode_ids
 from streamrl.executor.verifier.reward_checks import check_prompts
@@ -270,6 +271,35 @@ def test_a_templated_prompt_goes_through_the_models_chat_template_where_it_has_o
     keys = {"workload.prompts": path, "workload.fields": FIELDS, "workload.template": template}
     workload = PromptWorkload(small_run(keys), tokenizer)
     assert decode_ids(workload.prompts[0]).tolist() == tokenizer.encode(text)
+
+
+class Told(Chatty):
+    """Its template tells whether the policy's turn begins, and which tools there are."""
+
+    def apply_chat_template(self, prompt: list[Any], **told: Any) -> dict[str, list[int]]:
+        tools = ",".join(each["name"] for each in told.get("tools", ()))
+        begins = ">" if told.get("add_generation_prompt") else ""
+        return {"input_ids": self.encode(f"{tools}{prompt[-1]['content']}{begins}{told['thinks']}")}
+
+
+@pytest.mark.parametrize("tools", [[], [{"name": "add"}, {"name": "subtract"}]])
+def test_held_out_chats_are_rendered_as_those_of_the_run(
+    tools: list[dict[str, str]], tmp_path: Path
+) -> None:
+    chats = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": "3"} for n in range(4)]
+    path = str(as_jsonl(tmp_path, chats))
+    keys = {
+        "workload.prompts": path,
+        "evaluation.prompts": path,
+        "workload.template_arguments": {"thinks": False},
+    }
+    run = small_run(keys)
+    assert run.evaluation is not None
+    workload = PromptWorkload(run, Told(), tools)
+    held_out = held_out_prompts(run.evaluation, run.workload, workload)
+    assert [each.tokens for each in held_out] == workload.prompts
+    named = ",".join(each["name"] for each in tools)
+    assert decode_ids(held_out[0].tokens).tolist() == Told().encode(f"{named}0+1=>False")
 
 
 # One reader ---------------------------------------------------------------------------------------
