@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from streamrl.cli.doctor import examine
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.roles import Scoring
 from streamrl.executor.trainer.step_record import step_figures
-from streamrl.executor.verifier.reward_checks import check_prompts
+from streamrl.executor.verifier.reward_checks import check_prompts, check_sources
 from streamrl.executor.verifier.sandbox import find_gaps
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import decode_run, encode_run, load_run, make_run, write_run
-from streamrl.runfile.roles_config import RewardConfig
+from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
+from streamrl.runfile.workload_config import SourceConfig
+from streamrl.workload.prompt_records import read_source
 from tests.patients import NOWHERE, local_table
 from tests.runs import make_table, small_run
 from tests.verifying import verdicts
@@ -271,6 +274,23 @@ def test_functions_of_verl_and_trl_score_as_they_are(
     rewards = function(tmp_path / "theirs.py", name, signature=signature)
     right, wrong = scored(rewards, "21", "2", record=record)
     assert (right.reward, right.fault, wrong.reward, wrong.fault) == (1.0, None, 0.0, None)
+
+
+@pytest.mark.parametrize("key", ["workload", "evaluation"])
+def test_a_function_of_verl_needs_a_ground_truth_in_each_record(tmp_path: Path, key: str) -> None:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    complete = {"prompt": "?", "reward_model": {"ground_truth": "21"}}
+    lacking = {"prompt": "?", "solution": "21", "reward_model": {"style": "rule"}}
+    lines = [json.dumps(record) + "\n" for record in (complete, lacking)]
+    (tmp_path / "held.jsonl").write_text("".join(lines))
+    config = VerifierConfig(
+        reward=tuple(function(tmp_path / "theirs.py", "exact", signature="verl"))
+    )
+    source = read_source(SourceConfig(prompts=str(tmp_path / "held.jsonl")), f"{key}.prompts")
+    says = rf"^{key}\.prompts: 1 lines of .*held\.jsonl have no 'reward_model\.ground_truth' or 'answer' \(lines 2\): "
+    with pytest.raises(ValueError, match=rf"{says}.* name its column in {key}\.fields\.answer "):
+        check_sources(config, [source])
+    check_sources(config, [source._replace(records=source.records[:1])])
 
 
 def test_a_function_outside_the_sandbox_has_files_processes_and_the_environment(

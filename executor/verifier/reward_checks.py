@@ -10,7 +10,13 @@ from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.executor.verifier.scorers import OWN_FIELDS, Scorer, is_scored, make_scorer
+from streamrl.executor.verifier.scorers import (
+    OWN_FIELDS,
+    Scorer,
+    field_of,
+    is_scored,
+    make_scorer,
+)
 from streamrl.executor.verifier.verifier import Verifier
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.resolved import reward_model_key
@@ -74,7 +80,7 @@ def find_missing_fields(
         lines = [
             number
             for number, record in numbered
-            if counts(record) and all(record.get(name) is None for name in fields)
+            if counts(record) and all(field_of(record, name) is None for name in fields)
         ]
         if lines:
             yield MissingFields(fields, lines)

@@ -59,7 +59,7 @@ class Scorer(NamedTuple):
     evaluates: bool
     """Whether it may run an answer as code."""
     fields: tuple[tuple[str, ...], ...]
-    """Fields that it needs: one field of each tuple."""
+    """Fields that it needs: one field of each tuple, as `field_of` reads them."""
     make_check: Callable[[], Check] = lambda: lambda record: None
     """Return a check of a record that has all fields: can it be scored?"""
     most_checked: int | None = None
@@ -420,20 +420,32 @@ def model_scorer(reward: RewardConfig) -> Scorer:
 
 def function_scorer(function: RewardFunction, reward: RewardConfig) -> Scorer:
     """Return a scorer that calls a function by its signature; the result must be in the reward's bounds."""
-    bounds = reward.bounds
+    bounds, signature = reward.bounds, SIGNATURES[reward.signature]
 
     def load() -> Grader:
-        call = SIGNATURES[reward.signature](import_function(function))
+        call = signature.adapt(import_function(function))
 
         def grade(record: Record) -> Grade:
             return lambda completion: checked(call(completion, record), bounds)
 
         return grade
 
-    return Scorer(whole, _record_answer, load, True, (), bounds=bounds, is_own=False)
+    return Scorer(
+        *(whole, _record_answer, load, True, signature.fields), bounds=bounds, is_own=False
+    )
 
 
 Plain: TypeAlias = "Callable[[str, Record], object]"
+TRUTH = ("reward_model.ground_truth", "answer")
+"""Fields with the ground truth of verl's signature: the first one that a record has."""
+
+
+def field_of(record: Record, name: str) -> object:
+    """Return the value of a field, or of a part of one (`FIELD.PART`); None if the record has none."""
+    found: object = record
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _from_verl(call: Callable[..., object]) -> Plain:
@@ -443,12 +455,11 @@ def _from_verl(call: Callable[..., object]) -> Plain:
     """
 
     def score(completion: str, record: Record) -> object:
-        told = record.get("reward_model") or {}
-        truth = told["ground_truth"] if "ground_truth" in told else record.get("answer")
+        truths = (field_of(record, name) for name in TRUTH)
         found = call(
             data_source=record.get("data_source", record.get("family")),
             solution_str=completion,
-            ground_truth=truth,
+            ground_truth=next((truth for truth in truths if truth is not None), None),
             extra_info=record.get("extra_info", record),
         )
         return found["score"] if isinstance(found, Mapping) else found
@@ -473,12 +484,20 @@ def _from_trl(call: Callable[..., object]) -> Plain:
     return of_one
 
 
-SIGNATURES: dict[RewardSignature, Callable[[Callable[..., object]], Plain]] = {
-    "plain": lambda call: call,
-    "verl": _from_verl,
-    "trl": _from_trl,
+class _Signature(NamedTuple):
+    """A way to call functions of the user."""
+
+    adapt: Callable[[Callable[..., object]], Plain]
+    """Return how a function is called with a completion and its record."""
+    fields: tuple[tuple[str, ...], ...] = ()
+    """Fields that every function of it gets; see `Scorer.fields`."""
+
+
+SIGNATURES: dict[RewardSignature, _Signature] = {
+    "plain": _Signature(lambda call: call),
+    "verl": _Signature(_from_verl, (TRUTH,)),
+    "trl": _Signature(_from_trl),
 }
-"""For each signature, how a function of it is called with a completion and its record."""
 
 
 def import_function(function: RewardFunction) -> Callable[..., object]:
