@@ -39,12 +39,14 @@ from streamrl.executor.environment.session import EnvironmentHost
 from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.roles import Completion, Request, Scoring, VerifierRole
 from streamrl.executor.tokens import count_ids, encode_ids
+from streamrl.executor.verifier.reward_checks import check_sources
 from streamrl.record.evaluation import EvaluationResult, by_prompt, scores_of
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.workload_config import WorkloadConfig
-from streamrl.workload.prompt_records import PromptSource, Record, read_source
+from streamrl.workload.prompt_records import PromptSource, Record, read_source, read_sources
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,26 @@ def held_out_source(config: EvaluationConfig) -> PromptSource | None:
         return None
     source = read_source(config.source, "evaluation.prompts")
     return source._replace(records=source.records[: config.num_prompts])
+
+
+def check_held_out(
+    config: EvaluationConfig, verifier: VerifierConfig, workload: WorkloadConfig
+) -> None:
+    """Raise `ValueError` if the held-out prompts cannot be read, or their rollouts cannot be scored.
+
+    A share of the run's own prompts is checked for the scorer of `[evaluation]`; the caller checks that of the run.
+    """
+    source, own = held_out_source(config), verifier_of(config, verifier)
+    if source is None and config.share is None:
+        key = "evaluation.prompts"
+        text = f"{key} is missing: set it to a file of held-out prompts, or set evaluation.share"
+        raise RunError(key, None, str, text)
+    if not own.rewards:  # the environment gives them
+        return
+    if source is not None:
+        check_sources(own, [source])
+    elif config.scorer is not None:
+        check_sources(own, read_sources(workload))
 
 
 class HeldOutPrompt(NamedTuple):

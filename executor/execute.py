@@ -37,7 +37,6 @@ from streamrl.executor.subscribers.attach_requests import with_attached
 from streamrl.executor.verifier.reward_checks import (
     check_prompts,
     check_reward_model,
-    check_sources,
 )
 from streamrl.hardware.hugging_face import weight_problems
 from streamrl.hardware.profiles import load_model
@@ -52,9 +51,7 @@ from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CheckpointsConfig, ExecuteConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.policies_config import SyncConfig
-from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.targets.execute_limits import check_back_ends, uses_relays
 
 if TYPE_CHECKING:
@@ -162,6 +159,8 @@ Take = Callable[[Mapping[str, object]], None]
 
 def check_executable(run: Run) -> None:
     """Raise `ValueError` if this machine cannot execute the run file."""
+    from streamrl.executor.evaluation import check_held_out
+
     if run.environment is not None and run.environment.implementation is None:
         text = (
             "environment.implementation is missing: a simulation needs no environment, but execute does; "
@@ -213,25 +212,12 @@ def check_executable(run: Run) -> None:
     if run.verifier.rewards:
         check_prompts(run.verifier, run.workload)
     if run.evaluation is not None:
-        check_held_out(run.evaluation, run.verifier)
+        check_held_out(run.evaluation, run.verifier, run.workload)
     check_reward_model(run.verifier)
     check_back_ends(run)
     check_chosen_classes(run)
     if run.execute.launcher != "ray":
         claim_gpus(roles)
-
-
-def check_held_out(config: EvaluationConfig, verifier: VerifierConfig) -> None:
-    """Raise `ValueError` if the held-out prompts cannot be read, or their rollouts cannot be scored."""
-    from streamrl.executor.evaluation import held_out_source, verifier_of
-
-    source = held_out_source(config)
-    if source is None and config.share is None:
-        key = "evaluation.prompts"
-        text = f"{key} is missing: set it to a file of held-out prompts, or set evaluation.share"
-        raise RunError(key, None, str, text)
-    if source is not None:
-        check_sources(verifier_of(config, verifier), [source])
 
 
 def check_installed(modules: Sequence[str], extra: str) -> None:

@@ -92,6 +92,7 @@ def test_a_run_that_can_be_executed_here_has_no_errors(tmp_path: Path) -> None:
         ({"verifier.scorer": "none"}, "contradiction", "verifier.scorer=exact"),
         ({"workload.prompts": "/nowhere.jsonl"}, "prompts", "prompt"),
         ({"workload.max_prompt_tokens": 3}, "prompts", "workload.max_prompt_tokens"),
+        ({"evaluation": {"prompts": "/nowhere.jsonl"}}, "held-out", "evaluation.prompts"),
         (
             {"trainer.data_parallel": 2, "cluster.pools.here.gpus_per_node": 3},
             "back-end",
@@ -205,12 +206,40 @@ def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None
     assert "output" not in bad(list(run_paths.find(changed(run, finding.changes))))
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"prompt": "1+1="}, "no 'answer'"),
+        ({"prompt": "1+1=" * 2000, "answer": "2"}, "workload.max_prompt_tokens"),
+        ({"prompt": "1+1=", "answer": "2"}, ""),
+    ],
+)
+def test_doctor_reads_held_out_prompts_as_execute_does(
+    tmp_path: Path, line: dict[str, str], says: str
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(line) + "\n")
+    table = local_table(tmp_path, {"evaluation": {"prompts": str(held_out)}})
+    found = {each.name: each for each in run_paths.find(make_run(table))}["held-out"]
+    assert (found.level == "error") == bool(says) and says in found.text
+
+
+def test_the_scorer_of_evaluations_must_score_a_share_of_the_runs_own_prompts(
+    tmp_path: Path,
+) -> None:
+    own = {"share": 0.4, "scorer": "reasoning-gym"}
+    table = local_table(tmp_path, {"evaluation": own})
+    finding = bad(list(run_paths.find(make_run(table))))["held-out"]
+    assert "have no 'task'" in finding.text and finding.fix == run_paths.AS_IT_SAYS
+
+
 def test_an_environment_that_gives_the_reward_needs_no_scorer(tmp_path: Path) -> None:
     table = local_table(tmp_path, {"verifier.scorer": None})
     table.get("verifier", {}).pop("scorer", None)
     assert "execute needs both" in bad(list(run_paths.find(make_run(table))))["prompts"].text
     table["environment"] = {"max_turns": 2, "max_context": 4096, "implementation": "game:Game"}
-    assert "prompts" not in bad(list(run_paths.find(make_run(table))))
+    table["evaluation"] = {"prompts": table["workload"]["prompts"]}
+    assert not {"prompts", "held-out"} & bad(list(run_paths.find(make_run(table)))).keys()
 
 
 def test_the_fields_of_each_scorer_are_those_that_it_reads() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrl.doctor.files import TOKENIZERS
+from streamrl.executor.evaluation import check_held_out, held_out_prompts
 from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.verifier.reward_checks import (
@@ -21,6 +22,7 @@ from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.findings import Changes, Finding, Level, say
 from streamrl.runfile.policies_config import PoliciesConfig
 from streamrl.runfile.roles_config import VerifierConfig
@@ -29,6 +31,7 @@ from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import EXPECTED, read_sources
 
 AS_IT_SAYS = "add the field, or name its column with the key that the text names"
+SHORTER = "leave it out, or set workload.max_prompt_tokens to what prompts have"
 
 
 def find(run: Run) -> Iterator[Finding]:
@@ -36,11 +39,13 @@ def find(run: Run) -> Iterator[Finding]:
     if run.model.path is None:
         yield from _find_scorers(run.verifier)
     if run.model.path is not None:
-        tokenize = partial(_try_tokenizer, run.model, partial(PromptWorkload, run))
+        tokenize = cache(partial(_try_tokenizer, run.model, partial(PromptWorkload, run)))
         gives_reward = run.environment is not None and run.environment.implementation is not None
         yield from _find_prompts(
             run.verifier, run.workload, run.policies, tokenize, gives_reward=gives_reward
         )
+        if run.evaluation is not None:
+            yield from _find_held_out(run.evaluation, run.verifier, run.workload, tokenize)
         yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
 
@@ -80,12 +85,7 @@ def _find_prompts(
     try:
         sources = read_sources(workload)
     except ValueError as error:
-        fix = 'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in workload.fields'
-        if isinstance(error, RunError):
-            fix = f"change {error.key}"
-        elif "fields." in str(error):
-            fix = AS_IT_SAYS
-        yield _finding("error", "prompts", str(error), fix)
+        yield _finding("error", "prompts", str(error), _fix_of_data(error, "workload"))
         return
     lacks = []
     if (policy := expecting_policy(policies, workload.ranker)) is not None:
@@ -104,14 +104,12 @@ def _find_prompts(
         fix = f"{AS_IT_SAYS}, or choose another verifier.scorer"
         yield _finding("error", "prompts", str(error), fix)
         return
-    refusal, notes = tokenize()
+    refusal, notes, _ = tokenize()
     for note in notes or [note for source in sources for note in source.notes]:
         name = "end-tokens" if note.startswith("model.path") else "prompts"
         yield _finding("warning", name, note, "correct the files, or leave it as it is")
     if not lacks and refusal:
-        fix = "leave it out, or set workload.max_prompt_tokens to what prompts have"
-        if "fields." in refusal:
-            fix = AS_IT_SAYS
+        fix = AS_IT_SAYS if "fields." in refusal else SHORTER
         yield _finding("error", "prompts", refusal, fix)
     elif not lacks:
         num_prompts = sum(len(source.records) for source in sources)
@@ -120,12 +118,51 @@ def _find_prompts(
         yield _finding("ok", "prompts", text)
 
 
+def _fix_of_data(error: ValueError, section: str) -> str:
+    """Return what to do about the data set of a section that cannot be read."""
+    if isinstance(error, RunError):
+        return f"change {error.key}"
+    if "fields." in str(error):
+        return AS_IT_SAYS
+    return (
+        'write a line {"prompt": "...", "answer": "..."} for each prompt, or name its columns in '
+        f"{section}.fields"
+    )
+
+
+def _find_held_out(
+    evaluation: EvaluationConfig,
+    verifier: VerifierConfig,
+    workload: WorkloadConfig,
+    tokenize: Callable[[], Tokenized],
+) -> Iterator[Finding]:
+    """Check that the prompts of evaluations can be read, scored and tokenized; see `_find_prompts`."""
+    try:
+        check_held_out(evaluation, verifier, workload)
+    except ValueError as error:
+        fix = _fix_of_data(error, "evaluation")
+        yield _finding("error", "held-out", str(error), fix)
+        return
+    own = tokenize().workload
+    if own is None:  # a finding on the run's own prompts says why
+        return
+    try:
+        prompts = held_out_prompts(evaluation, workload, own)
+    except ValueError as error:
+        yield _finding("error", "held-out", str(error), SHORTER)
+        return
+    text = f"evaluation: {len(prompts):,} held-out prompts, with all that scoring reads"
+    yield _finding("ok", "held-out", text)
+
+
 class Tokenized(NamedTuple):
     """What happens if prompts are tokenized."""
 
     refusal: str
     """The error; empty if there is none."""
     notes: list[str]
+    workload: PromptWorkload | None = None
+    """The prompts, if they can be tokenized."""
 
 
 def _try_tokenizer(model: ModelConfig, make: Callable[[Any], PromptWorkload]) -> Tokenized:
@@ -138,7 +175,7 @@ def _try_tokenizer(model: ModelConfig, make: Callable[[Any], PromptWorkload]) ->
         workload.check_vocabulary(load_model(model).vocab_size)
     except ValueError as error:
         return Tokenized(str(error), [])
-    return Tokenized("", workload.notes)
+    return Tokenized("", workload.notes, workload)
 
 
 def _find_reward_model(verifier: VerifierConfig) -> Iterator[Finding]:
