@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class ScriptedLauncher:
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
-    def join(self, follower: SecondaryTrainerConfig) -> None:
+    def join(self, follower: SecondaryTrainerConfig, wanted_replicas: Sequence[int]) -> None:
         pass
 
     async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
@@ -177,7 +177,7 @@ class ScriptedLauncher:
         self.sizes.append(data_parallel)
         return handle
 
-    def reserve_ranks(self, data_parallel: int) -> None:
+    def reserve_ranks(self, data_parallel: int, wanted_replicas: Sequence[int]) -> None:
         if data_parallel > MOST_RANKS:
             raise RuntimeError(f"there is room for {MOST_RANKS} ranks")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,11 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, read_trace, replay
-from streamrl.executor.launchers.placement import PlacedRoles, Placement
-from streamrl.executor.subscribers.attach_requests import RanksRequest, ask
+from streamrl.executor.launchers.local_launcher import LocalLauncher
+from streamrl.executor.launchers.placement import NoGpusLeftError, PlacedRoles, Placement
+from streamrl.executor.launchers.role_configs import RoleConfigs
+from streamrl.executor.record import RunDirectory
+from streamrl.executor.subscribers.attach_requests import Notice, RanksRequest, ask
 from streamrl.executor.world import RealWorld
 from streamrl.export.planned_values import planned_values
 from streamrl.hardware.profiles import load_model
@@ -362,9 +367,77 @@ def test_ranks_beyond_the_run_file_take_free_places_and_no_others(tmp_path: Path
     placement = Placement(PlacedRoles.of(run))
     assert len(placement.trainers[0]) == 3, "the largest size of the run file is reserved"
     with pytest.raises(RuntimeError, match="at most 8, because pool 'near' has no more free GPUs"):
-        placement.resize_trainer(9)
-    placement.resize_trainer(8)
+        placement.resize_trainer(9, [])
+    placement.resize_trainer(8, [])
     assert len({place.gpus for place in placement.trainers[0]}) == 8
+
+
+def test_ranks_leave_the_gpus_of_replicas_that_are_awaited(tmp_path: Path) -> None:
+    run = elastic_run(tmp_path, cluster__pools__near__gpu="cpu", rollout__pool="near")
+    placement = Placement(PlacedRoles.of(run))
+    wanted = [run.rollout.num_replicas]
+    for replica in range(wanted[0]):
+        placement.replica(replica)
+    most = 8 - wanted[0]
+    placement.free(0)  # its machine is taken away
+    with pytest.raises(RuntimeError, match=f"at most {most}, because pool 'near' has no more free"):
+        placement.resize_trainer(most + 1, wanted)
+    placement.resize_trainer(most, wanted)
+    placement.replica(wanted[0])
+    with pytest.raises(NoGpusLeftError):
+        placement.replica(wanted[0] + 1)
+
+
+class NotesWanted(ScriptedLauncher):
+    """A launcher that notes which replicas ranks must leave GPUs for."""
+
+    def reserve_ranks(self, data_parallel: int, wanted_replicas: Sequence[int]) -> None:
+        raise RuntimeError(f"wanted {list(wanted_replicas)}")
+
+
+def test_a_request_for_ranks_counts_replicas_whose_machines_are_away(tmp_path: Path) -> None:
+    run = elastic_run(tmp_path, policies__system="stream-async")
+
+    async def go() -> str:
+        def watch(event: Event, state: State, now: float) -> None:
+            if isinstance(event, RunStarted):
+                return
+            if not state.fleet.away:
+                with contextlib.suppress(ValueError):  # it does not run yet
+                    world.give_notices(Notice((0,), 0.0, 60.0))
+            elif 0 not in state.fleet.replicas and not said:
+                with pytest.raises(RuntimeError) as error:
+                    world.members.request_ranks(2)
+                said.append(str(error.value))
+                asyncio.get_running_loop().call_soon(world.interrupt, "asked enough")
+
+        said: list[str] = []
+        world = make_world(run, {}, launcher_class=NotesWanted, watch=watch)
+        with contextlib.closing(world._directory), contextlib.suppress(RuntimeError):
+            await world.run()
+        return said[0]
+
+    said = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert said == f"wanted [{run.rollout.num_replicas}]"
+
+
+def test_a_replica_without_free_gpus_waits_for_them_before_it_fails(tmp_path: Path) -> None:
+    run = elastic_run(
+        tmp_path,
+        cluster__pools__near__gpu="cpu",
+        rollout__pool="near",
+        execute__patience="1 s",
+    )
+    launcher = LocalLauncher(RoleConfigs(run), PlacedRoles.of(run), RunDirectory(tmp_path / "run"))
+    launcher.reserve_ranks(8, [])
+
+    async def go() -> float:
+        began_at = time.monotonic()
+        with pytest.raises(NoGpusLeftError):
+            await launcher._free_place(0, 0)
+        return time.monotonic() - began_at
+
+    assert asyncio.run(go()) >= run.execute.patience
 
 
 class RandomRequests:

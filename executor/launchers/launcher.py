@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 from streamrl.executor.launchers.handles import Config, Handle
@@ -48,8 +49,8 @@ class Launcher(ABC):
     def num_threads(self) -> int:
         """CPU threads of each role."""
 
-    def join(self, follower: SecondaryTrainerConfig) -> None:
-        """Add a trainer to the run, and reserve its GPUs.
+    def join(self, follower: SecondaryTrainerConfig, wanted_replicas: Sequence[int]) -> None:
+        """Add a trainer to the run, and reserve its GPUs beside `wanted_replicas` of each kind.
 
         Raises:
             RuntimeError: its pool has too few free GPUs.
@@ -97,8 +98,10 @@ class Launcher(ABC):
         """
         raise NotImplementedError("check_resize requires launcher local")
 
-    def reserve_ranks(self, data_parallel: int) -> None:
+    def reserve_ranks(self, data_parallel: int, wanted_replicas: Sequence[int]) -> None:
         """Reserve GPUs for `resize_trainer`; those of the sizes in the run file are reserved at the start.
+
+        GPUs for `wanted_replicas` of each kind stay free, also if a replica is lost or its machine is away.
 
         Raises:
             RuntimeError: the pool of the trainer has too few free GPUs.

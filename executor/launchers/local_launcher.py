@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from streamrl.executor.launchers.launcher import (
 )
 from streamrl.executor.launchers.placement import (
     LocalGpus,
+    NoGpusLeftError,
     Place,
     PlacedRoles,
     Placement,
@@ -41,6 +43,10 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 THIS_MACHINE = "this machine"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """Network interface between ranks, which are all on this machine."""
+
+
+TICK = 0.25
+"""Seconds between two looks for free GPUs."""
 
 
 class LocalLauncher(Launcher):
@@ -76,7 +82,7 @@ class LocalLauncher(Launcher):
             place = self._placement.trainers[LEADER][0]
             begin_imports(self.environment(place), self._roles.device_of(place.pool))
 
-    def join(self, follower: SecondaryTrainerConfig) -> None:
+    def join(self, follower: SecondaryTrainerConfig, wanted_replicas: Sequence[int]) -> None:
         """Add a trainer to the run, and reserve its place.
 
         Raises:
@@ -84,8 +90,8 @@ class LocalLauncher(Launcher):
         """
         if self._roles.device_of(follower.pool) == "cuda":
             raise RuntimeError("a run on this machine's GPUs claims them all as it begins")
-        self._placement.join(follower)
-        super().join(follower)
+        self._placement.join(follower, wanted_replicas)
+        super().join(follower, wanted_replicas)
 
     def free(self, replica_id: int) -> None:
         """Release the GPUs or the server of a replica that has ended."""
@@ -102,10 +108,25 @@ class LocalLauncher(Launcher):
         return THIS_MACHINE
 
     async def _start_replica(self, replica_id: int, kind: int, config: Config) -> Handle:
-        place = self._placement.replica(replica_id, kind)
+        place = await self._free_place(replica_id, kind)
         if self._servers is not None:
             config["server"] = self._configs.server(self._servers.take(replica_id))
         return await self._start(REPLICA, config, f"replica-{replica_id}", place)
+
+    async def _free_place(self, replica_id: int, kind: int) -> Place:
+        """Reserve GPUs for a replica; wait up to `execute.patience` for them, so that a failed start is no busy loop.
+
+        Raises:
+            NoGpusLeftError: no node has enough free GPUs.
+        """
+        until = time.monotonic() + self._roles.execute.patience
+        while True:
+            try:
+                return self._placement.replica(replica_id, kind)
+            except NoGpusLeftError:
+                if time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(TICK)
 
     async def _start_trainer(self, number: int, config: Config) -> Handle:
         place = self._placement.trainers[number][0]
@@ -173,9 +194,9 @@ class LocalLauncher(Launcher):
         ranks.let_go(had[data_parallel:])
         return ranks
 
-    def reserve_ranks(self, data_parallel: int) -> None:
+    def reserve_ranks(self, data_parallel: int, wanted_replicas: Sequence[int]) -> None:
         """See `Launcher`."""
-        self._placement.resize_trainer(data_parallel)
+        self._placement.resize_trainer(data_parallel, wanted_replicas)
 
     async def _start_reward_model(self, number: int, config: Config) -> Handle:
         place = self._placement.reward_models[number]

@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
@@ -98,6 +99,10 @@ class Place(NamedTuple):
     """Indices of the GPUs on that node, in ascending order."""
 
 
+class NoGpusLeftError(RuntimeError):
+    """No node of a pool has enough free GPUs for a role."""
+
+
 class Placement:
     """Tracks which GPUs are taken, and assigns free GPUs to roles."""
 
@@ -108,6 +113,8 @@ class Placement:
             for name, pool in roles.pools.items()
         }
         self._replicas: dict[int, Place] = {}
+        self._kinds: dict[int, int] = {}
+        """Kind of each replica that has GPUs."""
         first = roles.rollout.kind_of_each
         if not roles.shares_gpus:
             for replica, kind in enumerate(first):
@@ -128,16 +135,21 @@ class Placement:
         for replica in range(len(first)):
             self.free(replica)
 
-    def join(self, follower: SecondaryTrainerConfig) -> None:
-        """Reserve GPUs for one more trainer.
+    def join(self, follower: SecondaryTrainerConfig, wanted_replicas: Sequence[int] = ()) -> None:
+        """Reserve GPUs for one more trainer, beside `wanted_replicas` of each kind.
 
         Raises:
-            RuntimeError: no node has enough free GPUs.
+            NoGpusLeftError: no node has enough free GPUs.
         """
-        self.trainers.append(self._take_trainer(follower, follower.name))
+        with self._awaiting(wanted_replicas):
+            self.trainers.append(self._take_trainer(follower, follower.name))
 
-    def resize_trainer(self, data_parallel: int) -> None:
+    def resize_trainer(self, data_parallel: int, wanted_replicas: Sequence[int]) -> None:
         """Reserve GPUs for more ranks of the primary trainer than its run file has, if it is to have them.
+
+        Args:
+            data_parallel: the ranks that it is to have.
+            wanted_replicas: replicas of each kind that the run wants, with those that are awaited.
 
         Raises:
             RuntimeError: the pool has too few free GPUs, or the ranks need GPUs that the run did not claim at its start.
@@ -149,32 +161,51 @@ class Placement:
             raise RuntimeError(
                 f"a run on this machine's GPUs claims them all as it begins, {len(places)} for the trainer"
             )
-        most = len(places) + sum(map(len, self._free[own.pool]))
-        if data_parallel > most:
-            raise RuntimeError(
-                f"--data-parallel must be at most {most}, because pool {own.pool!r} has no more free GPUs, "
-                f"got {data_parallel}"
-            )
-        more = own.with_ranks(data_parallel - len(places))
-        self.trainers[0] = (*places, *self._take_trainer(more, "trainer"))
+        with self._awaiting(wanted_replicas):
+            most = len(places) + sum(map(len, self._free[own.pool]))
+            if data_parallel > most:
+                raise RuntimeError(
+                    f"--data-parallel must be at most {most}, because pool {own.pool!r} has no more free GPUs, "
+                    f"got {data_parallel}"
+                )
+            more = own.with_ranks(data_parallel - len(places))
+            self.trainers[0] = (*places, *self._take_trainer(more, "trainer"))
+
+    @contextmanager
+    def _awaiting(self, wanted_replicas: Sequence[int]) -> Iterator[None]:
+        """Take the GPUs of replicas that are awaited, such as after a loss or a spot notice, and free them at the end."""
+        held = list(self._kinds.values())
+        taken = []
+        for kind, (own, num_wanted) in enumerate(
+            zip(self._roles.rollout.kinds, wanted_replicas, strict=False)
+        ):
+            for _ in range(num_wanted - held.count(kind)):
+                if (place := self._find(own.pool, own.tensor_parallel)) is not None:
+                    taken.append(place)
+        try:
+            yield
+        finally:
+            for place in taken:
+                self._free[place.pool][place.node].update(place.gpus)
 
     def replica(self, replica: int, kind: int = 0) -> Place:
         """Reserve the lowest free GPUs for a replica of a kind.
 
         Raises:
-            RuntimeError: no node has enough free GPUs.
+            NoGpusLeftError: no node has enough free GPUs.
         """
         rollout = self._roles.replica_kinds[kind]
         if kind == self._roles.rollout.num_kinds:
-            self._replicas[replica] = self._lent_free.pop(0)
-            return self._replicas[replica]
-        place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
-        self._replicas[replica] = place
+            place = self._lent_free.pop(0)
+        else:
+            place = self._take(rollout.pool, rollout.tensor_parallel, f"replica {replica}")
+        self._replicas[replica], self._kinds[replica] = place, kind
         return place
 
     def free(self, replica: int) -> None:
         """Release the GPUs of a replica that has ended, for its replacement."""
         place = self._replicas.pop(replica, None)
+        self._kinds.pop(replica, None)
         if place is not None and place in self._on_trainer:
             self._lent_free.append(place)
         elif place is not None:
@@ -220,12 +251,19 @@ class Placement:
                 yield self._take(verifier.pool, verifier.gpus_per_worker, f"reward model {number}")
 
     def _take(self, pool: str, num_gpus: int, role: str) -> Place:
+        place = self._find(pool, num_gpus)
+        if place is None:
+            raise NoGpusLeftError(f"no node of pool {pool!r} has {num_gpus} GPUs left for {role}")
+        return place
+
+    def _find(self, pool: str, num_gpus: int) -> Place | None:
+        """Take the lowest free GPUs of one node; return None if no node has enough."""
         for node, free in enumerate(self._free[pool]):
             if len(free) >= num_gpus:
                 place = Place(pool, node, tuple(sorted(free)[:num_gpus]))
                 free.difference_update(place.gpus)
                 return place
-        raise RuntimeError(f"no node of pool {pool!r} has {num_gpus} GPUs left for {role}")
+        return None
 
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"

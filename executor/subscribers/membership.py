@@ -205,7 +205,7 @@ class Membership:
         check_back_end_of(run, number)
         self._check_prompts(section["name"])
         self._buffer.workload.join(run.followers)
-        self._launcher.join(run.followers[-1])
+        self._launcher.join(run.followers[-1], self._wanted_replicas())
         record = self._records.join(run.followers[-1].name)
         write_file(self._records.path / RUN, encode_run(run))
         self._trainers.join(StepSettings.of(run.as_seen_by(number)), record)
@@ -248,13 +248,17 @@ class Membership:
             )
         if data_parallel == leader.wanted_ranks:
             raise ValueError(f"the trainer has {data_parallel} data-parallel ranks already")
-        self._launcher.reserve_ranks(data_parallel)
+        self._launcher.reserve_ranks(data_parallel, self._wanted_replicas())
         version = leader.version
         self._world.emit(RanksRequested(data_parallel))
         ranks = (
             "1 data-parallel rank" if data_parallel == 1 else f"{data_parallel} data-parallel ranks"
         )
         return f"the trainer has {ranks} from step {version + 1} or {version + 2} on"
+
+    def _wanted_replicas(self) -> list[int]:
+        """Return the target number of replicas of each kind, with those whose machines are away."""
+        return [kind.num_wanted for kind in self._world.engine.state.fleet.kinds]
 
     def see_stopped(self, number: int) -> None:
         """Record that a trainer has ended, or is lost and will not be restarted."""
