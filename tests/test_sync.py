@@ -20,6 +20,7 @@ from streamrl.sim.costs.sync_profiles import (
     load_backend,
     load_delta,
     load_hand_over,
+    load_rank_group,
     load_transport,
 )
 from streamrl.sim.costs.weight_sync import Hop, Payload, SyncCosts, TransferTimes, num_tensors
@@ -27,6 +28,7 @@ from tests.runs import small_run
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "weight_sync" / "weight_sync_measured.csv"
 H20 = load_gpu("h20")
+RANKS = ("ranks-gloo", "ranks-nccl")
 FITTED = [row for row in bench_sync.read_rows(bench_sync.ROWS) if row.use == "fit"]
 
 
@@ -375,7 +377,8 @@ def test_every_transport_and_backend_loads_with_its_source() -> None:
         assert transport.source
         assert 0 < transport.efficiency <= 1
     for path in (PROFILES / "sync").glob("*.toml"):
-        load = {"cuda-ipc": load_hand_over}.get(path.stem, load_backend)
+        others = {"cuda-ipc": load_hand_over, **dict.fromkeys(RANKS, load_rank_group)}
+        load = others.get(path.stem, load_backend)
         profile = load_delta() if path.stem == "delta" else load(path.stem)
         assert profile.source
 

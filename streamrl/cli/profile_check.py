@@ -25,7 +25,7 @@ from streamrl.runfile.reading import read_text
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.costs.kernels import peak_of, table_path
 from streamrl.sim.costs.overheads import ServingEngine
-from streamrl.sim.costs.sync_profiles import Delta, HandOver, SyncBackend, Transport
+from streamrl.sim.costs.sync_profiles import Delta, HandOver, RankGroup, SyncBackend, Transport
 from streamrl.sim.costs.training.profile import load_training_profile
 from streamrl.workload.workload import load_source
 
@@ -125,7 +125,12 @@ def _check_table(path: Path) -> list[str]:
 
 
 def _check_sync(path: Path) -> list[str]:
-    tables: dict[str, type[Delta | HandOver]] = {"delta": Delta, "cuda-ipc": HandOver}
+    tables: dict[str, type[Delta | HandOver | RankGroup]] = {
+        "delta": Delta,
+        "cuda-ipc": HandOver,
+        "ranks-gloo": RankGroup,
+        "ranks-nccl": RankGroup,
+    }
     read_profile(path, tables.get(path.stem, SyncBackend))
     return []
 
