@@ -2,6 +2,9 @@
 
 An exported directory has the weights, the config and the tokenizer, so `from_pretrained` and vLLM load it. It has no state
 of the optimizer. With adapters apart it has the LoRA adapters in PEFT's format, and no weights.
+
+`MARKER` in an exported directory has the id of the run. A later export of the same run replaces the directory, unless it
+has files that the run did not write, or changed ones.
 """
 
 from __future__ import annotations
@@ -12,13 +15,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
+
 from streamrl.executor.adapter_layers import ADAPTERS
 from streamrl.executor.checkpoints import POSITION, Checkpoint, Checkpoints
-from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
+from streamrl.executor.checksums import (
+    CHECKSUMS,
+    find_damage,
+    find_unlisted,
+    write_checksums,
+)
 from streamrl.executor.transfer.shared_memory import replaced_directory
 from streamrl.record.evaluation import best_step, read_evaluations
+from streamrl.record.run_directory import TRACE
 from streamrl.runfile.config import AdapterForm, CheckpointChoice, CheckpointsConfig
 from streamrl.runfile.paths import check_writable
+from streamrl.runfile.reading import read_json
+from streamrl.runfile.result_files import listed_run_id
 from streamrl.runfile.workload_config import HUB
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
@@ -28,6 +41,13 @@ OF_A_RESUME = (POSITION, CHECKSUMS, "trainer.pt")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 OF_CRITIC = "critic"
 """Begin of the names of a critic's files."""
+MARKER = "exported.json"
+"""File of an exported directory with the run and the step that it is from."""
+
+
+class _Exported(msgspec.Struct, frozen=True):
+    run: str
+    step: int
 
 
 def choose_checkpoint(directory: Path, choice: CheckpointChoice | int) -> Checkpoint:
@@ -72,25 +92,44 @@ def check_export(config: CheckpointsConfig, output: Path) -> None:
         return
     path = Path(target)
     try:
-        _check_free(path)
+        _check_free(path, _run_id(output), reads_all=False)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    parent = path.absolute().parent
-    if not parent.is_dir() and not parent.is_relative_to(output.absolute()):
-        raise ValueError(f"{key} {path}: {parent} is no directory; make it, or name another")
-    check_writable(parent, key)
+    check_writable(path.absolute().parent, key)
 
 
-def _check_free(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+def _run_id(directory: Path) -> str:
+    """Return the id of the run in a directory; empty if it has none."""
+    return listed_run_id(directory / TRACE)
+
+
+def _check_free(path: Path, run_id: str, *, reads_all: bool) -> None:
+    """Raise `ValueError` unless a directory is new, empty, or an unchanged export of the run with this id."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not run_id or _exporter_of(path) != run_id:
         raise ValueError(f"{path} is not empty; choose another directory, or remove it")
+    if others := find_unlisted(path) or find_damage(path, reads_all=reads_all):
+        raise ValueError(
+            f"{path} is an export of this run, but {others}; choose another directory, or remove it"
+        )
+
+
+def _exporter_of(path: Path) -> str:
+    """Return the id of the run that exported a directory; empty if none did."""
+    try:
+        return msgspec.convert(read_json(path / MARKER), _Exported).run
+    except (OSError, ValueError, RecursionError):
+        return ""
 
 
 def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm) -> str:
     """Write a checkpoint to a local directory, or push it to hf://OWNER/NAME; return where it is.
 
+    An unchanged export of the same run is replaced.
+
     Raises:
-        ValueError: the directory is not empty, or the checkpoint is damaged or has no adapters to write.
+        ValueError: the directory has other files, or the checkpoint is damaged or has no adapters to write.
         RuntimeError: the hub rejects it.
     """
     if damage := find_damage(checkpoint.path, reads_all=True):
@@ -98,19 +137,24 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
     if target.startswith(HUB):
         with TemporaryDirectory() as place:
             _copy(checkpoint.path, Path(place), adapters)
+            write_checksums(Path(place))
             return _push(Path(place), target.removeprefix(HUB), checkpoint.version)
     path = Path(target)
-    _check_free(path)
+    run_id = _run_id(checkpoint.path.parents[1])
+    _check_free(path, run_id, reads_all=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(path) as partial:
         _copy(checkpoint.path, partial, adapters)
+        if run_id:
+            marker = _Exported(run_id, checkpoint.version)
+            (partial / MARKER).write_bytes(msgspec.json.encode(marker))
+        write_checksums(partial)
     return str(path)
 
 
 def _copy(checkpoint: Path, target: Path, adapters: AdapterForm) -> None:
     for file in _files(checkpoint, adapters):
         shutil.copyfile(file, target / file.name)
-    write_checksums(target)
 
 
 def _files(checkpoint: Path, adapters: AdapterForm) -> Iterator[Path]:

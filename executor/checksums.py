@@ -55,10 +55,33 @@ def find_damage(directory: Path, *, reads_all: bool) -> str:
     return next(_damages(directory, reads_all), "")
 
 
+def find_unlisted(directory: Path) -> str:
+    """Return the first file that `write_checksums` did not record, as text; empty if there is none.
+
+    Raises:
+        ValueError: the recorded checksums cannot be read.
+    """
+    try:
+        listed = {CHECKSUMS, *_read(directory)}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{directory / CHECKSUMS}: {error}") from None
+    found = {
+        file.relative_to(directory).as_posix()
+        for file in directory.rglob("*")
+        if file.is_symlink() or not file.is_dir()
+    }
+    others = sorted(found - listed)
+    return f"{others[0]} was added" if others else ""
+
+
+def _read(directory: Path) -> dict[str, Written]:
+    data = (directory / CHECKSUMS).read_bytes()
+    return msgspec.json.decode(data, type=dict[str, Written])
+
+
 def _damages(directory: Path, reads_all: bool) -> Iterator[str]:
     try:
-        data = (directory / CHECKSUMS).read_bytes()
-        written = msgspec.json.decode(data, type=dict[str, Written])
+        written = _read(directory)
     except (OSError, msgspec.MsgspecError) as error:
         yield f"{CHECKSUMS}: {error}"
         return

@@ -12,13 +12,19 @@ import msgspec
 import pytest
 
 from streamrl.engine.messages import SaveCheckpoint
-from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+from streamrl.executor.checkpoint_export import (
+    check_export,
+    choose_checkpoint,
+    export_checkpoint,
+)
 from streamrl.executor.checkpoints import POSITION, Checkpoints, Position, Retention
 from streamrl.executor.checksums import CHECKSUMS, find_damage
 from streamrl.record.evaluation import EVALUATIONS, EvaluationResult, Score
-from streamrl.record.run_directory import RUN
+from streamrl.record.run_directory import RUN, TRACE
+from streamrl.runfile.config import CheckpointsConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import encode_run
+from streamrl.runfile.result_files import write_results
 from streamrl.sim.world import simulate
 from tests.command_line import streamrl
 from tests.runs import small_run
@@ -122,6 +128,45 @@ def test_an_export_has_no_state_of_a_resume_and_refuses_a_full_directory(tmp_pat
     assert not (apart / "model.safetensors").exists()
     with pytest.raises(ValueError, match="is not empty"):
         export_checkpoint(checkpoint, str(merged), "merged")
+
+
+def recorded(path: Path, run_id: str, *versions: int) -> Path:
+    """Write a run directory with checkpoints, whose results have a run id."""
+    write_results(run_directory(path, *versions), {TRACE: b""}, run_id)
+    return path
+
+
+def test_a_run_replaces_its_own_export_and_nothing_else(tmp_path: Path) -> None:
+    run, target = recorded(tmp_path / "run", "a1", 4, 5), tmp_path / "model"
+    config = CheckpointsConfig(export=str(target))
+
+    def export(step: int, directory: Path = run) -> None:
+        check_export(config, directory)
+        export_checkpoint(choose_checkpoint(directory, step), str(target), "merged")
+
+    export(4)
+    export(5)
+    assert (target / "model.safetensors").read_text() == "model.safetensors of v000005"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    other = recorded(tmp_path / "other", "b2", 5)
+    with pytest.raises(ValueError, match=r"execute\.checkpoints\.export: .* is not empty"):
+        check_export(config, other)
+    with pytest.raises(ValueError, match="is not empty"):
+        export(5, other)
+    (target / "README.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"an export of this run, but README.md was added"):
+        check_export(config, run)
+    (target / "README.md").unlink()
+    (target / "config.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"config.json has 4 of \d+ bytes"):
+        check_export(config, run)
+
+
+def test_missing_parents_of_an_export_are_made(tmp_path: Path) -> None:
+    run, target = recorded(tmp_path / "run", "a1", 5), tmp_path / "new" / "deep" / "model"
+    check_export(CheckpointsConfig(export=str(target)), run)
+    export_checkpoint(choose_checkpoint(run, 5), str(target), "merged")
+    assert (target / "config.json").is_file()
 
 
 @pytest.mark.parametrize(("readers", "mode"), [("owner", 0o700), ("everyone", 0o755)])

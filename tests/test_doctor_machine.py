@@ -194,6 +194,16 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
     assert "lacks model-2.safetensors" in bad(list(found))["model"].text
 
 
+def test_an_export_that_execute_would_refuse_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    table = local_table(tmp_path, {"execute.checkpoints.export": str(tmp_path / "full")})
+    finding = bad(list(run_paths.find(make_run(table))))["export"]
+    assert finding.level == "error" and "is not empty" in finding.text
+    table = local_table(tmp_path, {"execute.checkpoints.export": str(tmp_path / "new" / "model")})
+    assert "export" not in bad(list(run_paths.find(make_run(table))))
+
+
 def test_a_run_directory_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None:
     run = make_run(local_table(tmp_path))
     assert "output" not in bad(list(run_paths.find(run)))

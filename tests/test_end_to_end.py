@@ -348,7 +348,7 @@ def test_an_evaluation_names_the_step_of_its_checkpoint(
     assert found["step"] == 4
 
 
-@pytest.mark.parametrize("target", ["full", "none/model", "hf://model", "hf://a/b/c"])
+@pytest.mark.parametrize("target", ["full", "full/file/model", "hf://model", "hf://a/b/c"])
 def test_where_nothing_can_be_exported_is_refused_before_the_first_step(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:

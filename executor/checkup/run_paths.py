@@ -1,4 +1,4 @@
-"""Check that prompts can be read and scored, and that the run directory is free."""
+"""Check that prompts can be read and scored, and that the run directory and the export's directory are free."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrl.doctor.files import TOKENIZERS
+from streamrl.executor.checkpoint_export import check_export
 from streamrl.executor.evaluation import check_held_out, held_out_prompts
 from streamrl.executor.prompts import PromptWorkload, expecting_policy, load_tokenizer
 from streamrl.executor.record import RunDirectory
@@ -20,7 +21,7 @@ from streamrl.executor.verifier.reward_checks import (
 )
 from streamrl.hardware.profiles import load_model
 from streamrl.runfile.cluster_config import ModelConfig
-from streamrl.runfile.config import Run
+from streamrl.runfile.config import CheckpointsConfig, Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.findings import Changes, Finding, Level, say
@@ -48,6 +49,7 @@ def find(run: Run) -> Iterator[Finding]:
             yield from _find_held_out(run.evaluation, run.verifier, run.workload, tokenize)
         yield from _find_reward_model(run.verifier)
         yield from _find_output(run.execute.output, run.algorithm.steps)
+        yield from _find_export(run.execute.checkpoints, Path(run.execute.output))
 
 
 def _find_scorers(verifier: VerifierConfig) -> Iterator[Finding]:
@@ -201,6 +203,14 @@ def _find_output(output: str, steps: int) -> Iterator[Finding]:
         yield _finding("error", "output", text, "set execute.output=runs/run")
     else:
         yield _finding("ok", "output", f"execute.output: {path} is free")
+
+
+def _find_export(config: CheckpointsConfig, output: Path) -> Iterator[Finding]:
+    """Check that the run can export a checkpoint at its end."""
+    try:
+        check_export(config, output)
+    except ValueError as error:
+        yield _finding("error", "export", str(error), "name another directory, or remove the key")
 
 
 def _taken(steps: int, path: Path) -> Finding:

@@ -94,8 +94,8 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """
     export: str | None = None
     """Where the last or best checkpoint is written at the end, without optimizer state: a directory, or
-    "hf://OWNER/NAME" for a model repository of the Hugging Face hub. A directory must be new or empty,
-    in one that exists. Absent: nowhere.
+    "hf://OWNER/NAME" for a model repository of the Hugging Face hub. A directory must be new, empty, or
+    an unchanged export of the same run, which is replaced. Absent: nowhere.
     """
     choice: CheckpointChoice = "last"
     """The exported checkpoint: the last one, or the best one by `[evaluation]`."""
