@@ -75,6 +75,7 @@ from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
 from streamrl.runfile.formatting import listing
+from streamrl.runfile.keys import trainer_key
 from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
 from streamrl.runfile.result_files import listed_run_id, write_file, write_results
 
@@ -344,12 +345,28 @@ class RunDirectory(TrainerRecord):
             value, was = (attrgetter(key)(each) for each in (run, begun))
             text = f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: its checkpoints have no other weights"
             raise RunError(key, value, text=text)
+        for trainer in range(run.num_trainers):
+            algorithms = (each.as_seen_by(trainer).algorithm for each in (run, begun))
+            key = f"{trainer_key(trainer)}.algorithm" if trainer else "algorithm"
+            self._check_states(key, *algorithms)
         shares = [each.evaluation and each.evaluation.share for each in (run, begun)]
         if shares[0] != shares[1]:
             key = "evaluation.share"
             text = f"{key} is {shares[0]!r}, but the run in {str(self.path)!r} was begun with {shares[1]!r}: --resume needs the same"
             raise RunError(key, shares[0], text=text)
         self.changes = changes(begun, run)
+
+    def _check_states(self, key: str, now: AlgorithmConfig, then: AlgorithmConfig) -> None:
+        """Refuse the algorithm of a trainer if it needs states that its checkpoints do not have."""
+        start = f"but the run in {str(self.path)!r} was begun with"
+        if now.optimizer.name != then.optimizer.name:
+            key, value = f"{key}.optimizer.name", now.optimizer.name
+            text = f"{key} is {value!r}, {start} {then.optimizer.name!r}: its checkpoints have the state of no other optimizer"
+            raise RunError(key, value, text=text)
+        if now.has_critic and not then.has_critic:
+            key = f"{key}.name"
+            text = f"{key} is {now.name!r}, {start} {then.name!r}: its checkpoints have no critic"
+            raise RunError(key, now.name, text=text)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:
         """Add a line to metrics.jsonl and rollouts.jsonl: later steps than the checkpoint's are discarded."""

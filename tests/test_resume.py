@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -366,6 +367,31 @@ def test_a_run_is_resumed_with_what_learned(tmp_path: Path) -> None:
     wider = real_run(tmp_path, **keys, sync__mode="lora", sync__lora_rank=8)
     with pytest.raises(RunError, match=r"sync\.lora_rank is 8, but .* begun with 32"):
         RunDirectory(tmp_path / "run").find_checkpoint(wider, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        (
+            "algorithm__optimizer__name",
+            "muon",
+            "'adamw': its checkpoints have the state of no other",
+        ),
+        ("algorithm__name", "ppo", "'grpo': its checkpoints have no critic"),
+    ],
+)
+def test_a_run_is_resumed_with_the_states_that_its_checkpoints_have(
+    tmp_path: Path, key: str, value: str, why: str
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trace.jsonl").touch()
+    (tmp_path / "run" / RUN).write_bytes(encode_run(real_run(tmp_path)))
+    dotted, before = re.escape(key.replace("__", ".")), digests(tmp_path)
+    with pytest.raises(RunError, match=f"^{dotted} is '{value}', but .* begun with {why}"):
+        directory.find_checkpoint(real_run(tmp_path, **{key: value}), resume=True)
+    assert digests(tmp_path) == before
+    assert directory.find_checkpoint(real_run(tmp_path, algorithm__learning_rate=0.1), True) is None
 
 
 def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) -> None:
