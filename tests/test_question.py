@@ -22,6 +22,7 @@ from streamrl.sim.planner.plan import FirstPlan
 from streamrl.sim.planner.planner import make_plan
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import SEMAPHORE, full_disk, on_terminal, streamrl
+from tests.patients import local_table
 from tests.test_plan import SMALL as PLANNED
 from tests.test_plan import Here, few, planned
 
@@ -186,6 +187,24 @@ def test_init_writes_a_run_file_with_comments_that_keeps_the_offer(tmp_path: Pat
     assert path.read_text() == text
     done = streamrl("simulate", path, "--json")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_model_may_be_a_directory_with_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool
+) -> None:
+    local_table(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model" if is_absolute else Path("model")
+    done = streamrl("init", "new/run.toml", "--model", model, *FLAGS[2:])
+    assert done.returncode == 0, done.stderr
+    run = load_run(tmp_path / "new" / "run.toml")
+    assert (run.model.name, Path(run.model.path or "").resolve()) == (None, tmp_path / "model")
+    question = answers.question_of({"model": str(model), "gpus": "4xH100@2"})
+    assert answers.run_of(question, ()).model.path == str(model)
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(ValueError, match=rf"^--model: {model} has no config\.json$"):
+        answers.question_of({"model": str(model), "gpus": "4xH100@2"})
 
 
 @pytest.mark.parametrize(

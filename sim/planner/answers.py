@@ -6,13 +6,15 @@ Commands and notebooks give the same answers. Errors name them as the options of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from streamrl.hardware.profiles import find_profile
+from streamrl.hardware.profiles import find_profile, load_model
+from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.python_values import Changes, apply_changes
-from streamrl.runfile.short_forms import model_name, read_offer
+from streamrl.runfile.short_forms import model_keys, read_offer
 from streamrl.runfile.units import count_of
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.first_answer import (
@@ -72,9 +74,9 @@ def check_answers(stated: Mapping[str, Any]) -> None:
         ValueError: there is no such model or GPU, or a value cannot be.
     """
     if "model" in stated:
-        _check_known("model", "models", model_name(stated["model"]))
+        _check_model(stated["model"])
     for pool in read_offer(stated["gpus"]).values() if "gpus" in stated else ():
-        _check_known("gpus", "gpus", pool["gpu"])
+        _check_gpu(pool["gpu"])
     for name in COUNTS:
         if stated.get(name, 1) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {stated[name]}")
@@ -83,11 +85,21 @@ def check_answers(stated: Mapping[str, Any]) -> None:
     check_units(stated)
 
 
-def _check_known(option: str, folder: str, name: str) -> None:
+def _check_model(text: str) -> None:
+    keys = model_keys(text)
     try:
-        find_profile(folder, name, ".toml")
+        load_model(ModelConfig(name=keys.get("name"), path=keys.get("path")))
     except ValueError as error:
-        raise ValueError(f"--{option}: {error}") from None
+        is_other_directory = "name" in keys and Path(text.strip()).is_dir()
+        reason = f"{text} has no config.json" if is_other_directory else error
+        raise ValueError(f"--model: {reason}") from None
+
+
+def _check_gpu(name: str) -> None:
+    try:
+        find_profile("gpus", name, ".toml")
+    except ValueError as error:
+        raise ValueError(f"--gpus: {error}") from None
 
 
 def question_of(stated: dict[str, Any]) -> Question:

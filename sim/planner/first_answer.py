@@ -35,7 +35,7 @@ from streamrl.runfile.formatting import (
 )
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import PlanConfig, limit_words
-from streamrl.runfile.short_forms import model_name, read_offer
+from streamrl.runfile.short_forms import model_keys, read_offer
 from streamrl.runfile.units import Bandwidth, Duration
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.model_errors import estimated_error
@@ -59,7 +59,7 @@ class Question:
     """The training and the GPUs to plan for."""
 
     model: str
-    """Name of a profile, or of a model on the Hugging Face hub."""
+    """Name of a profile or of a model on the Hugging Face hub, or a directory with config.json."""
     gpus: str
     """The offer, in the syntax of `streamrl.runfile.short_forms`."""
     algorithm: str = "grpo"
@@ -97,7 +97,7 @@ def run_table_of(question: Question) -> dict[str, Any]:
     plan = {"objective": objective, "deadline": question.deadline, "budget": question.budget}
     setup = {} if question.setup_time is None else {"setup_time": question.setup_time}
     return {
-        "model": {"name": model_name(question.model)},
+        "model": model_keys(question.model),
         "cluster": {
             "pools": pools,
             "links": _links(list(pools), question.link),

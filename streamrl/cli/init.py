@@ -28,7 +28,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         rich_help_panel=HARDWARE,
-        help="A model profile or Hugging Face name, such as Qwen/Qwen3-8B.",
+        help="A model profile or Hugging Face name, such as Qwen/Qwen3-8B, or a directory with config.json.",
     ),
 ]
 Gpus = Annotated[
@@ -181,7 +181,7 @@ def _table(answer: FirstAnswer) -> Table:
 
 
 ASKED: tuple[tuple[str, str, str | None], ...] = (
-    ("model", "Model (a profile, or a Hugging Face name)", None),
+    ("model", "Model (a profile, a Hugging Face name, or a directory with config.json)", None),
     (
         "gpus",
         "GPUs you may rent, with dollars per GPU-hour, or own (16xH100@2.20,8xH20@owned)",
@@ -195,7 +195,7 @@ ASKED: tuple[tuple[str, str, str | None], ...] = (
 )
 """Field, question and default of what a terminal is asked for."""
 NOTES = {
-    "model": "For `streamrl execute`, replace name by path: a Hugging Face directory.",
+    "model": "`streamrl execute` needs a path: a Hugging Face directory with weights.",
     "cluster.pools": "What you may rent, or own: `nodes` is the most; `unit` GPUs at a time; `price` in dollars per GPU-hour.",
     "cluster.links": "What connects two pools.",
     "rollout": "Generation. `streamrl plan` chooses the pool, the replicas and their degrees.",

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from streamrl.runfile.config import Run
@@ -36,6 +37,13 @@ from streamrl.runfile.units import Bandwidth, count_of
 def model_name(text: str) -> str:
     """Return a model's name as profiles/models has it: "qwen3-8b" for "Qwen/Qwen3-8B"."""
     return text.strip().rsplit("/", 1)[-1].lower()
+
+
+def model_keys(text: str) -> dict[str, str]:
+    """Return a model as keys of `[model]`: a directory with config.json as its path, and anything else as a name."""
+    if (Path(text.strip()) / "config.json").is_file():
+        return {"path": text.strip()}
+    return {"name": model_name(text)}
 
 
 def in_full(table: dict[str, Any]) -> dict[str, Any]:
