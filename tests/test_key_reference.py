@@ -14,12 +14,16 @@ import pytest
 from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 
+from streamrl.doctor.invalid_keys import closest_first
+from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.field_checks import find_errors
 from streamrl.runfile.key_reference import Key, Table, find, reference_markdown, tables
 from streamrl.runfile.length_words import CATALOGUE
+from streamrl.runfile.other_names import OTHER_NAMES, key_meant
 from streamrl.runfile.run_file_schema import run_file_schema
 from streamrl.runfile.short_forms import in_full
 from tests.command_line import streamrl
+from tests.runs import small_run
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(
@@ -254,12 +258,56 @@ def test_a_key_that_execute_cannot_follow_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "meant"),
-    [("max_running", "rollout.max_running"), ("plan.tolernce", "plan.tolerance")],
+    [
+        ("max_running", "rollout.max_running"),
+        ("plan.tolernce", "plan.tolerance"),
+        ("Plan.Tolerence", "plan.tolerance"),
+        ("trainer.changes", "trainer.resize"),
+        ("algorithm.lr", "algorithm.learning_rate"),
+        ("save_freq", "execute.checkpoint_every"),
+    ],
 )
 def test_an_unknown_key_names_the_likeliest(wrong: str, meant: str) -> None:
-    result = streamrl("explain", wrong)
-    assert result.returncode == 2
-    assert f"did you mean {meant}" in result.stderr
+    with pytest.raises(RunError, match=f"did you mean {meant}"):
+        find(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("execute.save_steps", "execute.checkpoint_every"),
+        ("execute.SAVE_STEPS", "execute.checkpoint_every"),
+        ("algorithm.lr", "algorithm.learning_rate"),
+        ("algorithm.Learning_Rate", "algorithm.learning_rate"),
+        ("rollout.lr", "algorithm.learning_rate"),
+    ],
+)
+def test_an_unknown_key_of_a_run_file_has_the_likeliest_key(wrong: str, meant: str) -> None:
+    with pytest.raises(RunError, match="did you mean") as found:
+        small_run({wrong: 5})
+    allowed = found.value.allowed
+    assert isinstance(allowed, OneOf) and allowed[0] == meant
+
+
+def test_another_name_in_the_section_of_a_secondary_trainer_means_its_own_key() -> None:
+    assert key_meant("trainer.1.algorithm.lr") == "trainer.1.algorithm.learning_rate"
+
+
+def test_a_key_without_effect_says_what_the_same_name_means_elsewhere() -> None:
+    with pytest.raises(RunError, match=r"another framework's beta is algorithm\.kl_coefficient$"):
+        small_run({"algorithm.beta": 0.1})
+
+
+def test_the_page_of_compared_options_has_all_other_names_beside_their_keys() -> None:
+    rows = (ROOT / "docs" / "options-compared.md").read_text().splitlines()
+    for name, key in OTHER_NAMES.items():
+        last = key.removeprefix("algorithm.optimizer.").rpartition(".")[2]
+        assert any(name in row and last in row for row in rows), (name, key)
+        assert find(key).name == key
+
+
+def test_a_fix_of_a_value_compares_names_without_case_first() -> None:
+    assert closest_first("LoRA", ("full", "lora", "delta"))[0] == "lora"
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,11 @@ def candidates_for(run: Run, error: RunError) -> Iterator[Changes]:
 
 def closest_first(name: object, names: Iterable[object], usual: str = "") -> list[object]:
     """Return names that resemble or contain `name` first, then the usual one, then the others in their order."""
-    wanted, by_text = str(name), {str(each): each for each in names}
+    wanted, by_text = str(name).lower(), {str(each): each for each in names}
+    same = [text for text in by_text if text.lower() == wanted]
     close = difflib.get_close_matches(wanted, list(by_text), n=3, cutoff=LIKE)
     parts = [text for text in by_text if wanted and text and (wanted in text or text in wanted)]
-    first = [*close, *parts, *([usual] if usual in by_text else [])]
+    first = [*same, *close, *parts, *([usual] if usual in by_text else [])]
     return [by_text[text] for text in dict.fromkeys([*first, *by_text])]
 
 

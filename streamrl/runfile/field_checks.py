@@ -37,6 +37,7 @@ from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.jobs_config import MOST_SHARES, JobConfig, ScheduleConfig
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, is_list, join_key, trainer_key
 from streamrl.runfile.list_prices import list_price, list_prices_of, providers
+from streamrl.runfile.other_names import key_meant
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
@@ -248,10 +249,13 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 def _unknown(section: str, name: str, value: object, names: list[str]) -> RunError:
     """Return the error of an unknown key, with the likeliest keys first."""
     key = join_key(section, name)
-    near = difflib.get_close_matches(name, names, n=MOST_NEAR)
-    elsewhere = difflib.get_close_matches(name, list(_places()), n=1, cutoff=ALIKE)
+    lower = name.lower()
+    near = difflib.get_close_matches(lower, names, n=MOST_NEAR)
+    elsewhere = difflib.get_close_matches(lower, list(_places()), n=1, cutoff=ALIKE)
     meant = [join_key(section, each) for each in near]
-    if name in _places():  # of another section
+    if (called := key_meant(key)) is not None and lower not in names:
+        meant = [called]
+    elif name in _places():  # of another section
         meant = _places()[name] + meant
     elif not near and elsewhere:
         meant = _places()[elsewhere[0]]
@@ -359,6 +363,8 @@ def _unused_error(unused: _Unused) -> RunError:
         if readers == CLIPPING and correction in CLIPPED_TOO:
             instead, others = OneOf([CLIPPED_TOO[correction]]), (f"{unused.place}.correction",)
     hint = _unused_hint(readers, instead)
+    if (called := key_meant(key)) is not None:
+        hint += f"; another framework's {unused.name} is {called}"
     text = f"{key} has no effect with {with_what}, got {shown(unused.section[unused.name])}{hint}"
     value = unused.section[unused.name]
     return RunError(key, value, instead, text, others, problem="unused key")

@@ -24,6 +24,7 @@ from streamrl.runfile.errors import OneOf, RunError, say
 from streamrl.runfile.field_checks import allowed_by, bounds_of, is_section, origin_of, without_none
 from streamrl.runfile.jobs_config import ClusterFile
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, join_key, split_key
+from streamrl.runfile.other_names import key_meant
 from streamrl.runfile.roles_config import AlgorithmChanges
 from streamrl.runfile.section import Section
 from streamrl.runfile.units import QUANTITIES, Bandwidth, Duration, Size, quantity_text
@@ -215,7 +216,10 @@ def _unknown(name: str) -> RunError:
     names = [each.name for each in _everything()]
     last = name.rpartition(".")[2]
     same = [each for each in names if each.rpartition(".")[2] == last]
-    near = same[:MOST_NEAR] or difflib.get_close_matches(name, names, n=1)
+    called = key_meant(name)
+    if called is not None and name.lower() not in names:
+        same = [called]
+    near = same[:MOST_NEAR] or difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"did you mean {' or '.join(near)}?" if near else "`streamrl explain` lists all sections"
     text = f"{name} is not a key of a run file; {hint}"
     return RunError(name, None, OneOf(near), text, problem="unknown key")
