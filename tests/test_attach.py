@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.cli.attach import attach
@@ -35,6 +37,7 @@ from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.subscribers.attach_requests import (
     Attach,
     ControlFiles,
+    Detach,
     ask,
     read_attached,
     with_attached,
@@ -395,6 +398,42 @@ def test_a_request_that_nobody_can_read_is_refused_and_harms_nobody(tmp_path: Pa
     lock.release()
     with pytest.raises(ValueError, match="no run goes on there"):
         ask(tmp_path, Attach({}))
+
+
+def test_odd_entries_among_requests_are_warned_of_once_and_harm_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("old.json", "old"):
+        (tmp_path / "control" / name).mkdir(parents=True)
+    files = ControlFiles(tmp_path)
+    (tmp_path / "control" / "new.json").mkdir()
+    os.mkfifo(tmp_path / "control" / "pipe.json")
+    (tmp_path / "control" / "gone.json").symlink_to("nowhere")
+    (tmp_path / "control" / "1.json").write_bytes(msgspec.json.encode(Detach("late")))
+    assert [request for _, request in (*files.take(), *files.take())] == [Detach("late")]
+    warned = [record.getMessage() for record in caplog.records]
+    odd = {"old.json", "old", "new.json", "pipe.json", "gone.json"}
+    assert sorted(Path(text.split()[0]).name for text in warned) == sorted(odd)
+    shutil.rmtree(tmp_path / "control")
+    assert not [*files.take(), *files.take()]
+    assert len(caplog.records) == len(odd) + 1
+
+
+def test_who_asks_a_run_is_told_that_it_cannot_answer(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    lock.take()
+    with pytest.raises(ValueError, match=r"control is missing, .* mkdir -m 700"):
+        ask(tmp_path, Attach({}))
+    ControlFiles(tmp_path)
+    with pytest.raises(RuntimeError, match=r"the run did not answer within 0\.1 s"):
+        ask(tmp_path, Detach("late"), limit=0.1)
+    assert not list((tmp_path / "control").iterdir()), "nobody waits for that answer"
+    removal = threading.Timer(0.1, shutil.rmtree, [tmp_path / "control"])
+    removal.start()
+    with pytest.raises(RuntimeError, match="control is missing"):
+        ask(tmp_path, Detach("late"))
+    removal.join()
+    lock.release()
 
 
 # For real -----------------------------------------------------------------------------------------

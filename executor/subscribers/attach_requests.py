@@ -12,6 +12,8 @@ no process on the network can send a request.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ from streamrl.record.run_directory import ATTACHED, CONTROL, RUN
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import with_secondary_trainer
 from streamrl.runfile.result_files import write_file
+
+logger = logging.getLogger(__name__)
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -74,6 +78,8 @@ def with_attached(run: Run, directory: Path) -> Run:
 
 TICK = 0.25
 """Seconds between two polls, on either side. Polling an empty directory takes about 10 µs."""
+ANSWER_TIME = 60.0
+"""Seconds in which a run answers. An assumption: it looks for requests four times a second."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -117,43 +123,93 @@ class ControlAnswer(msgspec.Struct, frozen=True):
 
 
 class ControlFiles:
-    """The run's side of its control directory."""
+    """The run's side of its control directory.
+
+    No error of the file system ends the run: an entry that cannot be read or removed is logged once and ignored.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Create an empty control directory; requests to an earlier process of this run are deleted."""
         self._path = directory / CONTROL
-        self._path.mkdir(mode=0o700, exist_ok=True)
-        for old in self._path.iterdir():
-            old.unlink()
+        self._ignored: set[Path] = set()
+        try:
+            self._path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            self._ignore(self._path, error)
+        for old in self._list():
+            try:
+                old.unlink()
+            except OSError as error:
+                self._ignore(old, error)
 
     def take(self) -> Iterator[tuple[Path, ControlRequest | ValueError]]:
-        """Yield the path and content of each new request; an unreadable request is yielded as an error."""
-        for path in sorted(self._path.glob("*.json")):
+        """Yield the path and content of each new request; what is no request is yielded as an error."""
+        for path in self._list():
+            if path.suffix != ".json" or path in self._ignored:
+                continue
             try:
-                yield path, msgspec.json.decode(path.read_bytes(), type=ControlRequest)
+                if not path.is_file():  # reading a named pipe would wait without end
+                    raise OSError("it is no file")
+                content = path.read_bytes()
+                path.unlink()  # a request that stayed would be carried out again
+            except OSError as error:
+                self._ignore(path, error)
+                continue
+            try:
+                yield path, msgspec.json.decode(content, type=ControlRequest)
             except msgspec.MsgspecError as error:
                 yield path, ValueError(f"no request: {error}")
-            path.unlink()
 
     def answer(self, path: Path, answer: ControlAnswer) -> None:
         """Write the answer to the request at `path`."""
-        write_file(path.with_suffix(".answer"), msgspec.json.encode(answer))
+        try:
+            write_file(path.with_suffix(".answer"), msgspec.json.encode(answer))
+        except OSError as error:
+            self._ignore(path, error)
+
+    def _list(self) -> list[Path]:
+        try:
+            return sorted(self._path.iterdir())
+        except OSError as error:
+            self._ignore(self._path, error)
+            return []
+
+    def _ignore(self, path: Path, error: OSError) -> None:
+        if path not in self._ignored:
+            self._ignored.add(path)
+            logger.warning(f"{path} is ignored: {error.strerror or error}; the run goes on")
 
 
-def ask(directory: Path, request: ControlRequest) -> str:
+def ask(directory: Path, request: ControlRequest, limit: float = ANSWER_TIME) -> str:
     """Send a request to the run that is active in a directory, and return its answer.
+
+    Args:
+        directory: the run directory.
+        request: the request.
+        limit: seconds to wait. A detached trainer is saved first, so once the run has taken such a request, no limit
+            applies while its control directory is there.
 
     Raises:
         ValueError: no run is active there, or it refuses the request.
-        RuntimeError: the run ended before it answered.
+        RuntimeError: the run ended, or did not answer in time.
     """
     find_run(directory)
     name = f"{time.time_ns()}-{os.getpid()}"
-    write_file(directory / CONTROL / f"{name}.json", msgspec.json.encode(request))
-    path = directory / CONTROL / f"{name}.answer"
+    asked, path = (directory / CONTROL / f"{name}{end}" for end in (".json", ".answer"))
+    write_file(asked, msgspec.json.encode(request))
+    until = time.monotonic() + limit
     while not path.exists():
         if is_abandoned(directory):
             raise RuntimeError(f"{directory}: the run ended before it answered")
+        if not asked.parent.is_dir():
+            raise RuntimeError(_say_missing(directory))
+        is_taken_up = isinstance(request, Detach) and not asked.exists()
+        if time.monotonic() >= until and not is_taken_up:
+            with contextlib.suppress(OSError):
+                asked.unlink()  # nobody waits for it any more
+            raise RuntimeError(
+                f"{directory}: the run did not answer within {limit:g} s; look at its log, and ask again"
+            )
         time.sleep(TICK)
     answer = msgspec.json.decode(path.read_bytes(), type=ControlAnswer)
     path.unlink()
@@ -166,9 +222,15 @@ def find_run(directory: Path) -> Path:
     """Return the path of run.json of the run that is active in a directory.
 
     Raises:
-        ValueError: no run is active there.
+        ValueError: no run is active there, or its control directory is missing.
     """
-    has_owner = (directory / LOCK).exists() and not is_abandoned(directory)
-    if not has_owner or not (directory / CONTROL).is_dir():
+    if not (directory / LOCK).exists() or is_abandoned(directory):
         raise ValueError(f"{directory}: no run goes on there")
+    if not (directory / CONTROL).is_dir():
+        raise ValueError(_say_missing(directory))
     return directory / RUN
+
+
+def _say_missing(directory: Path) -> str:
+    path = directory / CONTROL
+    return f"{path} is missing, through which the run is asked; mkdir -m 700 {path} makes it again"

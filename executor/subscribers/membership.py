@@ -137,7 +137,7 @@ class Membership:
     ) -> None:
         try:
             answer = ControlAnswer(await self._carry_out(request))
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             answer = ControlAnswer(str(error), is_refused=True)
             logger.warning(f"request refused: {error}")
         files.answer(path, answer)
