@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -38,6 +39,7 @@ from typing import Any
 import msgspec
 
 from streamrl.engine.trace import LineFile, open_at_end
+from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkpoints import (
     Checkpoint,
@@ -144,8 +146,6 @@ class RunDirectory(TrainerRecord):
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         self._claim(self._lock.take())
-        if checkpoint is not None:
-            self._check_trace_has(checkpoint.version)
         self._rename_old_trace()
         self.run_id = (listed_run_id(self.path / TRACE) if resume else "") or token_hex(8)
         grown = dict.fromkeys((RUN, METRICS, ROLLOUTS, SAMPLES, CHROME_TRACE, TRACE))
@@ -182,7 +182,7 @@ class RunDirectory(TrainerRecord):
         Raises:
             ValueError: the directory is not writable, or another process uses it. Without `resume`: it has a run
                 already. With `resume`: it has no run, the run has all its steps or was started with other settings,
-                or every checkpoint is damaged.
+                every checkpoint is damaged, or no trace has the command that saved the newest one.
         """
         if self.has_run and not resume:
             raise ValueError(
@@ -210,7 +210,10 @@ class RunDirectory(TrainerRecord):
             self._claim(self._lock.take_if_there())
             self._check_steps(run.algorithm.steps)
             self._check_settings(run)
-            return self.checkpoints.newest_whole()
+            checkpoint = self.checkpoints.newest_whole()
+            if checkpoint is not None:
+                self._check_trace_has(checkpoint.version)
+            return checkpoint
         except ValueError:
             self._lock.release()
             raise
@@ -377,13 +380,21 @@ class RunDirectory(TrainerRecord):
         self._rollouts.write(msgspec.json.encode({**mark, **prompts, RUN_ID: self.run_id}) + b"\n")
 
     def _check_trace_has(self, version: int) -> None:
-        """Log a warning if no trace has the event of the checkpoint; then a trace was truncated."""
-        saved = f'"CheckpointSaved","version":{version},'.encode()
-        traces = (path.read_bytes() for path in sorted(self.path.glob("trace*.jsonl")))
-        if not any(saved in trace for trace in traces):
-            logger.warning(
-                f"{self.path / TRACE} ends before step {version} was saved, which is there: the run goes on, "
-                "but its ledger will not balance"
+        """Refuse a resume if no trace has the command of the checkpoint: a trace was cut, so the ledger cannot balance."""
+        earlier = (earlier_trace_path(self.path, n) for n in earlier_trace_numbers(self.path))
+        traces = [*earlier, self.path / TRACE]
+        traces = [path for path in traces if path.is_file() and _has_first_line(path)]
+        saved = rb'"SaveCheckpoint","version":%d,"groups_done":\d+,"trainer":%d\b' % (
+            version,
+            LEADER,
+        )
+        for path in reversed(traces):
+            if re.search(saved, path.read_bytes()):
+                return
+        if traces:
+            raise ValueError(
+                f"{self.path / TRACE}: ends before step {version} was saved, whose checkpoint is there; restore the "
+                f"whole file, or move trace*.jsonl to another directory: the ledger then begins at step {version}"
             )
 
     def _rename_old_trace(self) -> None:

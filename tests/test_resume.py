@@ -337,6 +337,35 @@ def test_a_run_whose_newest_checkpoint_is_cut_goes_on_from_the_older_one(tmp_pat
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 8))
 
 
+def test_a_run_whose_trace_ends_before_its_checkpoint_is_refused_with_a_remedy(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=7, execute__checkpoint_every=2)
+    die_after_step(run, 5)
+    trace = tmp_path / "run" / "trace.jsonl"
+    lines = trace.read_bytes().splitlines(keepends=True)
+    is_save = [b'"SaveCheckpoint","version":4,' in line for line in lines]
+    trace.write_bytes(b"".join(lines[: is_save.index(True)]))
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match=r"trace\.jsonl: ends before step 4 was saved.* or move"):
+        execute(run, resume=True)
+    assert digests(tmp_path) == before
+    trace.rename(tmp_path / "trace.jsonl")
+    execute(run, resume=True)
+    assert not ledger_of_run(read_trace(trace), tmp_path / "run").faults
+
+
+def test_a_crash_after_a_checkpoint_and_before_its_event_is_resumed(tmp_path: Path) -> None:
+    run = real_run(tmp_path, algorithm__steps=7, execute__checkpoint_every=2)
+    die_after_step(run, 5)
+    trace = tmp_path / "run" / "trace.jsonl"
+    lines = trace.read_bytes().splitlines(keepends=True)
+    is_saved = [b'"CheckpointSaved","version":4,' in line for line in lines]
+    trace.write_bytes(b"".join(lines[: is_saved.index(True)]))
+    execute(run, resume=True)
+    assert not ledger_of_run(read_trace(trace), tmp_path / "run").faults
+
+
 # Who may resume, and with what --------------------------------------------------------------------
 
 
