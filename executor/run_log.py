@@ -46,6 +46,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.trainer_side import LEADER
+from streamrl.runfile.formatting import counted
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class RunLog:
                 self._lost_trainers.discard(trainer)
                 self._inform(f"{self._names[trainer]} restarted at step {version}")
             case TrainerResized(trainer, data_parallel):
-                ranks = _count(data_parallel, "data-parallel rank")
+                ranks = counted(data_parallel, "data-parallel rank")
                 self._inform(f"{self._names[trainer]} continues with {ranks} at step {self._step}")
             case TrainerJoined(trainer, section):
                 self._write_attach(trainer, section["name"])
@@ -156,7 +157,7 @@ class RunLog:
     def _write_replica_loss(self, replica: int, reason: str, commands: Sequence[Command]) -> None:
         if self._lacks_replica(commands):
             self._lost_replicas.append(replica)
-        rollouts = f"its {_count(self._num_rollouts, 'rollout')} {self._where_rollouts_go()}"
+        rollouts = f"its {counted(self._num_rollouts, 'rollout')} {self._where_rollouts_go()}"
         what = rollouts if self._num_rollouts else "it had no rollouts"
         self._warn(
             f"replica {replica} lost at step {self._step} ({_how(reason)}); "
@@ -166,7 +167,7 @@ class RunLog:
     def _write_notice(self, replica: int, warning: float) -> None:
         leaving = self._state.fleet.replicas.get(replica)
         if leaving is not None:
-            rollouts = f"its {_count(len(leaving.rollouts), 'rollout')} finish or move in time"
+            rollouts = f"its {counted(len(leaving.rollouts), 'rollout')} finish or move in time"
             self._warn(
                 f"the machine of replica {replica} is taken away in {warning:g} s; {rollouts}"
             )
@@ -206,7 +207,7 @@ class RunLog:
         back = f"rolled back from step {self._version} to step {saved}"
         what = back if saved < self._version else f"its step {saved} is saved"
         groups = sum(isinstance(command, Drop) for command in commands)
-        dropped = f"; {_count(groups, 'group')} dropped" if groups else ""
+        dropped = f"; {counted(groups, 'group')} dropped" if groups else ""
         self._warn(
             f"{self._names[trainer]} lost at step {self._version + 1} ({_how(reason)}); {what}{dropped}"
         )
@@ -331,10 +332,6 @@ class RunLog:
 
 def _first(kind: type[T], commands: Sequence[Command]) -> T | None:
     return next((command for command in commands if isinstance(command, kind)), None)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _joined(text: str) -> str:

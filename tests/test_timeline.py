@@ -20,6 +20,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.record.timeline import Span, read_timeline
+from streamrl.runfile.formatting import counted
 from tests.hand_traces import LEARNERS, HandTrace
 
 
@@ -174,3 +175,8 @@ def test_verifiers_work_while_any_reward_is_computed() -> None:
         Span(1.0, 6.0, "verify"),
         Span(8.0, 9.0, "verify"),
     ]
+
+
+def test_one_rank_has_no_plural() -> None:
+    assert counted(1, "data-parallel rank") == "1 data-parallel rank"
+    assert counted(2000, "data-parallel rank") == "2,000 data-parallel ranks"

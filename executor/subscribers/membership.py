@@ -40,6 +40,7 @@ from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.checks import check_run
 from streamrl.runfile.files import encode_run, secondary_trainer_section, with_secondary_trainer
+from streamrl.runfile.formatting import counted
 from streamrl.runfile.result_files import write_file
 from streamrl.targets.execute_limits import check_back_end_of, check_resize
 
@@ -246,14 +247,12 @@ class Membership:
             raise ValueError(
                 f"--data-parallel must be 1 to {most}, the rollouts of a step, got {data_parallel}"
             )
+        ranks = counted(data_parallel, "data-parallel rank")
         if data_parallel == leader.wanted_ranks:
-            raise ValueError(f"the trainer has {data_parallel} data-parallel ranks already")
+            raise ValueError(f"the trainer has {ranks} already")
         self._launcher.reserve_ranks(data_parallel, self._wanted_replicas())
         version = leader.version
         self._world.emit(RanksRequested(data_parallel))
-        ranks = (
-            "1 data-parallel rank" if data_parallel == 1 else f"{data_parallel} data-parallel ranks"
-        )
         return f"the trainer has {ranks} from step {version + 1} or {version + 2} on"
 
     def _wanted_replicas(self) -> list[int]:

@@ -33,7 +33,7 @@ from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
-from streamrl.runfile.formatting import format_duration, format_share, format_step_time
+from streamrl.runfile.formatting import counted, format_duration, format_share, format_step_time
 from streamrl.runfile.paths import paths_of
 from streamrl.runfile.result_files import write_results
 from streamrl.sim.costs.corrections import framework_sources
@@ -211,7 +211,7 @@ def simulate(
 def _resize_text(resize: ResizeMetrics) -> str:
     """Return what a change of the trainer's ranks took."""
     return (
-        f"trainer.resize: {resize.data_parallel} data-parallel ranks from step {resize.step} on; the trainer "
+        f"trainer.resize: {counted(resize.data_parallel, 'data-parallel rank')} from step {resize.step} on; the trainer "
         f"waits {format_duration(resize.seconds)} for the change"
     )
 

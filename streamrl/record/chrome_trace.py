@@ -50,6 +50,7 @@ from streamrl.record.decode_efficiency import (
     read_underfilled,
 )
 from streamrl.record.timeline import Span, Timeline, TimelineReader
+from streamrl.runfile.formatting import counted
 from streamrl.runfile.gpu_pools import trainer_names
 from streamrl.runfile.roles_config import SecondaryTrainerConfig, VerifierConfig
 
@@ -286,7 +287,7 @@ class ChromeReader:
                 yield from self._name_joined(event)
                 yield instant_event(f"{self._trainers[trainer]} joined", time)
             case TrainerResized(trainer, data_parallel):
-                ranks = f"{data_parallel} data-parallel ranks"
+                ranks = counted(data_parallel, "data-parallel rank")
                 yield instant_event(f"{self._trainers[trainer]} has {ranks}", time)
             case TrainerStopped(trainer):
                 yield instant_event(f"{self._trainers[trainer]} left", time)

@@ -50,7 +50,7 @@ from streamrl.engine.trainer_side import TrainerCommand
 from streamrl.hardware.operator_tables import Floats
 from streamrl.record.attempts import AttemptReader, Attempts, by_replica
 from streamrl.record.message_reader import Handlers, MessageReader
-from streamrl.runfile.formatting import format_duration
+from streamrl.runfile.formatting import counted, format_duration
 from streamrl.runfile.notebook import frame_of, html_table
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ def _label(command: TrainerCommand) -> str:
         case Score(rollouts) | Train(rollouts):
             return f"{len(rollouts)} rollouts"
         case ResizeTrainer(_, data_parallel):
-            return f"{data_parallel} data-parallel ranks"
+            return counted(data_parallel, "data-parallel rank")
         case _:
             return ""
 

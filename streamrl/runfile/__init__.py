@@ -10,6 +10,7 @@ Files to read first:
 - `errors.py`: `RunError`, one line of text with the key, the value and the allowed values.
 - `choices.py`: how a name or "module:Class" becomes a class. `algorithms.py` and `backend_choice.py` have choices.
 - `gpu_pools.py`: which GPUs each side uses. `keys.py` and `paths.py`: dotted keys, and keys with paths.
+- `other_names.py`: names that other frameworks have for keys, for errors.
 - `findings.py`: `Finding` and `Fix`, which the doctor and the checkups return. `formatting.py`: numbers as text.
 
 Rules:

@@ -145,6 +145,11 @@ def format_share(share: float, digits: int = 1) -> str:
     return f"{share * 100:.{digits}f} %"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which has an s unless it is one: "1 rank", "2,000 ranks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def listing(parts: list[str]) -> str:
     """Join with commas and a last "and"."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
