@@ -152,6 +152,7 @@ def test_a_request_from_another_process_reaches_the_run_and_bad_ones_are_refused
     [
         ("120", "0 s", "--warning: '120'"),
         ("30 s", "soon", "--replacement: 'soon'"),
+        ("1e308 s", "0 s", r"--warning must be in \[0 s, 10000000 s\]"),
         ("30 s", "0 s", "no run goes on there"),
     ],
 )

@@ -84,8 +84,8 @@ def warn_of_little_room(what: str, room: int) -> None:
     """Log that something of `room` bytes has no room in shared memory, and what to do."""
     if room and SHARED_MEMORY.is_dir():
         logger.warning(
-            f"{what} of {room / 1e9:.2f} GB go through files in {tempfile.gettempdir()}: {SHARED_MEMORY} has room for "
-            f"{free_shared_memory() / 1e9:.2f} GB; {MORE_SHARED_MEMORY}"
+            f"{what} of {room / 1e6:,.0f} MB go through files in {tempfile.gettempdir()}: {SHARED_MEMORY} has room for "
+            f"{free_shared_memory() / 1e6:,.0f} MB; {MORE_SHARED_MEMORY}"
         )
 
 

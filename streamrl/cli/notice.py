@@ -8,6 +8,7 @@ import typer
 
 from streamrl.cli.output import echo
 from streamrl.cli.shared import RunDirectory
+from streamrl.runfile.field_checks import SECONDS
 from streamrl.runfile.units import Duration
 
 
@@ -48,6 +49,6 @@ def _seconds(option: str, text: str) -> float:
         seconds = float(Duration.parse(text))
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-    if seconds < 0:
-        raise ValueError(f"{option} must be at least 0 s, got {text!r}")
+    if not 0 <= seconds <= SECONDS.most:
+        raise ValueError(f"{option} must be in [0 s, {SECONDS.most:.0f} s], got {text!r}")
     return seconds

@@ -50,6 +50,7 @@ EXAMPLES: dict[type, str] = {Bandwidth: '"80 Gbps"', Duration: '"30 min"', Size:
 """Example of each kind of quantity."""
 OF_NAMES: dict[str, str] = {
     "stop": '["</answer>"]',
+    "set": '["algorithm.steps=500"]',
     "top_k": "20",
     "implementation": '"python:game.py:Game"',
     "arguments": "{ max_attempts = 3 }",
