@@ -296,6 +296,22 @@ def test_a_disk_that_is_full_is_said_in_a_line(
     assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_run_whose_disk_is_full_says_what_is_saved_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        run = real_run(tmp_path, algorithm__steps=2, execute__checkpoint_every=2)
+        asyncio.run(asyncio.wait_for(make_world(run, {}).run(), timeout=60))
+        raise OSError(28, "No space left on device", "runs/trace.jsonl")
+
+    monkeypatch.setattr("streamrl.executor.execute.execute", fill)
+    done = streamrl("execute", EXAMPLE, "--set", f"execute.output={tmp_path / 'run'}")
+    ledger, look, saved, error = done.stderr.splitlines()[-4:]
+    assert done.returncode == 1 and "No space left" in error
+    assert ledger.startswith("ledger: ") and look.startswith("what it did and learned: ")
+    assert saved.startswith("step 2 is saved; go on with: streamrl execute ")
+
+
 def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,13 +88,13 @@ def execute(
     output = Path(run.execute.output)
     os.umask(HIDDEN[run.execute.readers])
     not_exported: ExportError | None = None
+    how = _how_to_resume(run_file, overrides or ())
     try:
         with RunWatch(
             run.algorithm.steps,
             [kind.max_running for kind in run.replica_kinds],
             SafeConsole(stderr=True, quiet=quiet),
         ) as watch:
-            how = _how_to_resume(run_file, overrides or ())
             planned = None if overrides else _planned_step(run_file)
             trace = execute_run(run, resume, watch.see, how, watch.take, planned)
     except RunInterruptedError as error:
@@ -106,6 +106,11 @@ def execute(
         trace, not_exported = open_trace(output), error
     except RuntimeError:
         _log_remains(output)
+        raise
+    except OSError:  # such as a full disk
+        with suppress(OSError, ValueError):  # that error matters more
+            _log_remains(output)
+            echo(_say_saved(output, how), err=True)
         raise
     ledger = ledger_of_run(trace, output)
     check_ledger(ledger)
@@ -159,6 +164,14 @@ def _log_remains(output: Path) -> None:
                 write_results(output, views_of(trace), trace.run_id)
         look = shlex.join(["streamrl", "report", str(output)])
         echo(f"what it did and learned: {look}", err=True)
+
+
+def _say_saved(output: Path, how_to_resume: str) -> str:
+    from streamrl.executor.checkpoints import Checkpoints
+
+    saved = Checkpoints(output / "checkpoints").newest()
+    what = "no step is saved yet" if saved is None else f"step {saved.version} is saved"
+    return f"{what}; go on with: {how_to_resume}"
 
 
 def _is_large(output: Path) -> bool:
