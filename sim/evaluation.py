@@ -23,7 +23,6 @@ from streamrl.engine.messages import (
     Verify,
 )
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.sim.verifier import REWARD
 from streamrl.sim.world_interface import Reached, SimRollout
 from streamrl.workload.workload import Draw, Workload
@@ -34,7 +33,8 @@ class HeldOut:
 
     def __init__(
         self,
-        config: EvaluationConfig,
+        samples: int,
+        num_prompts: int | None,
         workload: Workload,
         group_size: int,
         max_tokens: int,
@@ -43,7 +43,8 @@ class HeldOut:
         """Draw prompts and lengths.
 
         Args:
-            config: the section `[evaluation]`.
+            samples: rollouts of each prompt.
+            num_prompts: prompts of an evaluation; None if it is not known.
             workload: lengths in groups of `group_size`, of at most `max_tokens` output tokens.
             group_size: rollouts of a group of the workload.
             max_tokens: maximum output tokens.
@@ -52,11 +53,14 @@ class HeldOut:
         Raises:
             RunError: the number of prompts is not known.
         """
-        if config.num_prompts is None:
+        if num_prompts is None:
             key = "evaluation.num_prompts"
-            text = f"{key} is missing: a simulation needs the number of held-out prompts"
+            text = (
+                f"{key} is missing, and the held-out prompts are not on this machine; "
+                f"set it: --set {key}=N"
+            )
             raise RunError(key, None, int, text)
-        self._samples, self._num_prompts = config.samples, config.num_prompts
+        self._samples, self._num_prompts = samples, num_prompts
         self._max_tokens, self._group_size = max_tokens, group_size
         num_draws = self._num_prompts * -(-self._samples // group_size)
         self._draws = workload.draw(0, num_draws)

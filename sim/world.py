@@ -85,6 +85,7 @@ from streamrl.sim.trainer import Trainer
 from streamrl.sim.transfer import Transfer
 from streamrl.sim.verifier import Verifier
 from streamrl.sim.world_interface import Disruptions, SimRollout, rollouts_of
+from streamrl.workload.prompt_order import count_held_out
 from streamrl.workload.workload import Draw, SimulatedWorkload, Workload
 
 KEPT_STEPS = 2
@@ -241,7 +242,8 @@ class SimWorld(World[Trace]):
         if run.evaluation is not None:
             held_out, size = run.on_held_out_prompts, run.algorithm.group_size
             self._held_out = HeldOut(
-                run.evaluation,
+                run.evaluation.samples,
+                count_held_out(run.evaluation, run.workload),
                 SimulatedWorkload(held_out),
                 size,
                 held_out.rollout.max_tokens,

@@ -39,8 +39,9 @@ def test_a_run_whose_consumption_never_takes_what_admission_waits_for_is_stuck()
     assert not rehearsal.perform(rehearsal.make_world(full_run())).problem
 
 
-def test_held_out_prompts_of_a_file_are_rehearsed_without_their_number() -> None:
-    changes: dict[str, Any] = {"evaluation": {"prompts": "held_out.jsonl", "every": 1}}
+@pytest.mark.parametrize("own", [{"prompts": "held_out.jsonl"}, {"share": 0.1}])
+def test_held_out_prompts_are_rehearsed_without_their_number(own: dict[str, Any]) -> None:
+    changes = {"workload.prompts": "prompts.jsonl", "evaluation": {**own, "every": 1}}
     went = rehearsal.rehearse(full_run(changes))
     assert not went.refusal and not went.problem
 

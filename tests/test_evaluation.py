@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +248,33 @@ def test_a_due_version_is_pushed_although_the_weight_sync_would_leave_it_out() -
     trace = checked_world(small_run({**changes, "evaluation": OWN})).run()
     pushed = [c.version for e in trace.entries for c in e.commands if isinstance(c, PushWeights)]
     assert pushed == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "num_prompts"),
+    [({"share": 0.4}, 4), ({"prompts": "FILE"}, 10), ({"prompts": "FILE", "num_prompts": 3}, 3)],
+)
+def test_a_simulation_counts_held_out_prompts_in_their_file(
+    tmp_path: Path, evaluation: dict[str, Any], num_prompts: int
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1+1="}\n' * 10)
+    own = {key: str(path) if each == "FILE" else each for key, each in evaluation.items()}
+    run = small_run({"workload.prompts": str(path), "evaluation": own})
+    drawn = [e for _, e, _ in checked_world(run).run().entries if isinstance(e, EvaluationDrawn)]
+    assert {len(each.prompt_tokens) for each in drawn} == {num_prompts}
+
+
+@pytest.mark.parametrize("key", ["workload", "evaluation"])
+def test_a_simulation_without_the_file_of_held_out_prompts_names_the_key_to_set(key: str) -> None:
+    missing, own = "/nowhere/prompts.jsonl", {"share": 0.4}
+    changes: dict[str, Any] = {"workload.prompts": missing, "evaluation": own}
+    if key == "evaluation":
+        changes = {"evaluation": {"prompts": missing}}
+    with pytest.raises(RunError, match=r"--set evaluation\.num_prompts=N$"):
+        checked_world(small_run(changes))
+    own = {**changes["evaluation"], "num_prompts": 3}
+    checked_world(small_run({**changes, "evaluation": own}))
 
 
 def test_training_has_the_same_lengths_with_and_without_evaluations() -> None:

@@ -37,6 +37,7 @@ from streamrl.record.evaluation import (
     scores_of,
     wilson,
 )
+from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.workload.prompt_order import held_out_lines
 from tests.scripted import make_world
@@ -58,6 +59,8 @@ def test_an_executed_run_evaluates_each_due_version_and_replays(
 ) -> None:
     run = real_run(tmp_path, policies__system=system, evaluation={**HELD_OUT, "beside": beside})
     trace = execute(run)
+    recorded = recorded_inputs(trace, tmp_path / "run" / "trace.jsonl").manifest.run.evaluation
+    assert recorded is not None and recorded.num_prompts == 3
     assert evaluated_versions(tmp_path / "run") == [0, 2, 4]
     rollouts = [json.loads(line) for line in (tmp_path / "run" / EVALUATED).open()]
     assert len(rollouts) == 3 * 3 * 3  # versions, prompts, samples

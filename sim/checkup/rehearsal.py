@@ -180,7 +180,7 @@ def shortened(run: Run) -> Run:
 
 def _with_few_prompts(evaluation: EvaluationConfig | None) -> EvaluationConfig | None:
     """Return an evaluation with a number of prompts, which a simulation needs and an executed run does not."""
-    if evaluation is None or evaluation.num_prompts is not None or evaluation.prompts is None:
+    if evaluation is None or evaluation.num_prompts is not None:
         return evaluation
     return replace(evaluation, num_prompts=FEW_HELD_OUT)
 

@@ -18,10 +18,12 @@ from typing import Literal
 
 import msgspec
 
+from streamrl.engine.messages import EvaluationDrawn
 from streamrl.engine.trace import Facts, Trace
 from streamrl.record.recorded_workload import recorded_workload
 from streamrl.record.run_directory import with_kept_inputs
 from streamrl.runfile.config import Run
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
 
@@ -29,7 +31,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What ran, where, and with which versions."""
 
     run: Run
-    """The run file. Its paths name the copies in the run directory."""
+    """The run file. Its paths name the copies in the run directory, and `evaluation.num_prompts` is the recorded number."""
     world: Literal["simulated", "real"]
     versions: Facts
     """Of an executed run, the host and the versions of packages; of a simulation, the sources of its seconds."""
@@ -52,10 +54,25 @@ def recorded_inputs(trace: Trace, file: Path) -> RecordedInputs:
         trace: the recorded run.
         file: its trace file, which has the lengths.
     """
+    run = with_kept_inputs(trace.run, file.parent)
     manifest = Manifest(
-        run=with_kept_inputs(trace.run, file.parent),
+        run=msgspec.structs.replace(run, evaluation=_as_drawn(run.evaluation, trace)),
         world=trace.world,
         versions=trace.facts,
         num_starts=trace.leg,
     )
     return RecordedInputs(manifest=manifest, workload=recorded_workload(trace, file))
+
+
+def _as_drawn(config: EvaluationConfig | None, trace: Trace) -> EvaluationConfig | None:
+    """Return `[evaluation]` with the number of prompts that were drawn; as it is if none were."""
+    if config is None:
+        return None
+    drawn = (event for _, event, _ in trace.entries if isinstance(event, EvaluationDrawn))
+    first = next(drawn, None)
+    if first is None:
+        return config
+    recorded: EvaluationConfig = msgspec.structs.replace(
+        config, num_prompts=len(first.prompt_tokens)
+    )
+    return recorded

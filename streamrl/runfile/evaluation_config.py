@@ -29,7 +29,8 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """As `workload.fields`, for `prompts`."""
     template: TemplateConfig | None = None
     num_prompts: int | None = None
-    """Maximum prompts of an evaluation: the first ones of the file. Absent: all. A simulation needs it."""
+    """Maximum prompts of an evaluation: the first ones of the file. Absent: all. A
+    simulation needs it where the files of prompts are missing."""
     every: int = 20
     """Steps from one evaluation to the next. The last version is always evaluated."""
     before: bool = True

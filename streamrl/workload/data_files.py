@@ -93,6 +93,8 @@ PARQUET = (".parquet", ".pq")
 MOST_ERROR_CHARS = 300
 """Maximum characters that an error message takes from a library's error."""
 EXTRA = "pip install 'streamrl[data]'"
+_COUNTED: dict[tuple[object, ...], int] = {}
+"""Rows of data sets that were counted: a search simulates many plans with the same prompts."""
 
 
 def read_rows(source: SourceConfig, key: str) -> list[Row]:
@@ -115,6 +117,17 @@ def read_rows(source: SourceConfig, key: str) -> list[Row]:
     if not rows:
         raise ValueError(f"{key}: {source.prompts} has no rows")
     return rows
+
+
+def count_rows(source: SourceConfig, key: str) -> int | None:
+    """Return the number of rows of a data set; None if it is missing or on the hub. See `read_rows` for the errors."""
+    path = Path(source.prompts)
+    if source.prompts.startswith(HUB) or not path.exists():
+        return None
+    stated = path, source.subset, source.split, path.stat().st_mtime_ns
+    if stated not in _COUNTED:
+        _COUNTED[stated] = len(read_rows(source, key))
+    return _COUNTED[stated]
 
 
 def read_lines(path: Path, key: str = "") -> Iterator[Row]:

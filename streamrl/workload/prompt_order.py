@@ -28,7 +28,9 @@ from typing import Protocol
 
 import numpy as np
 
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.workload_config import WorkloadConfig
+from streamrl.workload.data_files import count_rows
 
 KEPT_EPOCHS = 4
 """Number of orders in memory: of this epoch, the next one, and prompts that tail batching postpones.
@@ -64,11 +66,34 @@ def held_out_lines(sizes: Sequence[int], share: float | None, seed: int) -> list
     first = 0
     for size in sizes if share is not None else ():
         assert share is not None
-        num = min(size - 1, max(1, round(share * size)))
+        num = _num_held_out(size, share)
         chosen = np.random.default_rng([seed, first, size]).permutation(size)[:num]
         found += [first + int(line) for line in sorted(chosen)]
         first += size
     return found
+
+
+def count_held_out(config: EvaluationConfig, workload: WorkloadConfig) -> int | None:
+    """Return the number of prompts of an evaluation; None if it follows from data sets that are not on this machine.
+
+    Prompts that are too long are counted too, because only a tokenizer finds them.
+
+    Raises:
+        ValueError: a data set cannot be read.
+    """
+    if config.num_prompts is not None:
+        return config.num_prompts
+    if config.source is not None:
+        return count_rows(config.source, "evaluation.prompts")
+    assert config.share is not None, "checked with the run file"
+    numbered = enumerate(workload.sources)
+    sizes = [count_rows(source, workload.key(place)) for place, source in numbered]
+    known = [_num_held_out(size, config.share) for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _num_held_out(size: int, share: float) -> int:
+    return min(size - 1, max(1, round(share * size)))
 
 
 class FileOrder:
