@@ -20,11 +20,12 @@ import msgspec
 import psutil
 import pytest
 
-from streamrl.cli.evaluate import KEPT, keep_results
+from streamrl.cli.evaluate import KEPT, keep_results, run_to_evaluate
 from streamrl.engine.trace import read_trace, replay
 from streamrl.executor import checkpoint_export
 from streamrl.executor import execute as executing
 from streamrl.executor.directory_lock import LOCK, readable_by
+from streamrl.executor.evaluation import check_held_out, verifier_of
 from streamrl.executor.launchers import prefork_server as prefork_server
 from streamrl.record.evaluation import EvaluationResult, Score
 from streamrl.record.run_directory import read_metrics, read_rollouts
@@ -68,6 +69,10 @@ system = "fully-async"
 [execute]
 output = "run"
 checkpoint_every = 2
+"""
+OF_TRL = """
+def accuracy(prompts, completions, answer, **columns):
+    return [float(said == right) for said, right in zip(completions, answer)]
 """
 
 
@@ -316,6 +321,29 @@ def test_the_second_model_is_checked_before_the_first_is_scored(
         done = streamrl("evaluate", project / "model", "--against", tmp_path / other, *options)
         assert done.returncode == 2 and told in done.stderr
     assert not scored
+
+
+def test_an_evaluation_takes_a_reward_with_its_signature(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(OF_TRL)
+    function = f"python:{tmp_path / 'theirs.py'}:accuracy"
+    rewards = (f'verifier.reward=[{{scorer = "{function}", signature = "trl"}}]',)
+    saved(tmp_path / "checkpoints", 4)
+    own = {"evaluation.prompts": str(project / "prompts.jsonl"), "evaluation.scorer": "exact"}
+    run = load_run(project / "run.toml", [f"{key}={value}" for key, value in own.items()])
+    (tmp_path / "run.json").write_bytes(encode_run(run))
+    options = {"prompts": str(project / "prompts.jsonl")}
+    for path in (project / "model", tmp_path):
+        found, _ = run_to_evaluate(path, "last", options, rewards)
+        assert found.evaluation is not None
+        (reward,) = verifier_of(found.evaluation, found.verifier).rewards
+        assert (reward.scorer, reward.signature) == (function, "trl")
+        with pytest.raises(ValueError, match="both name scorers"):
+            run_to_evaluate(path, "last", {**options, "scorer": "exact"}, rewards)
+    check_held_out(found.evaluation, found.verifier, found.workload)
+    plain, _ = run_to_evaluate(project / "model", "last", {**options, "scorer": function}, ())
+    assert plain.evaluation is not None
+    with pytest.raises(ValueError, match=r'needs signature="verl" or "trl": --set '):
+        check_held_out(plain.evaluation, plain.verifier, plain.workload)
 
 
 def test_an_evaluation_names_the_step_of_its_checkpoint(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from streamrl.executor.verifier.scorers import (
     OWN_FIELDS,
+    SIGNATURES,
     Scorer,
     field_of,
     is_scored,
@@ -23,6 +24,7 @@ from streamrl.hardware.resolved import reward_model_key
 from streamrl.runfile.errors import shown, unique_keys
 from streamrl.runfile.reading import parse_json, read_text
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
+from streamrl.runfile.scorer_choice import function_of
 from streamrl.runfile.workload_config import HUB, WorkloadConfig
 from streamrl.workload.prompt_families import FAMILY
 from streamrl.workload.prompt_records import PromptSource, Record, read_sources
@@ -188,5 +190,18 @@ async def _try_out(config: VerifierConfig, trials: Iterable[_Trial]) -> None:
             try:
                 await verifier.try_out(place, record)
             except RuntimeError as error:
-                scorer, key = config.rewards[place].scorer, config.key(place)
-                raise ValueError(f"{key}: {scorer} cannot score {line}: {error}") from None
+                reward, key = config.rewards[place], config.key(place)
+                text = f"{key}: {reward.scorer} cannot score {line}: {error}"
+                raise ValueError(f"{text}{_other_signature(reward, str(error))}") from None
+
+
+def _other_signature(reward: RewardConfig, error: str) -> str:
+    """Return how to name the signature of a function that was called with wrong arguments; "" for another error."""
+    function = function_of(reward.scorer)
+    if function is None or not error.startswith(f"TypeError: {function.name}() "):
+        return ""
+    others = " or ".join(f'"{name}"' for name in SIGNATURES if name != reward.signature)
+    return (
+        f"; a function with the signature of another framework needs signature={others}: "
+        f"--set 'verifier.reward=[{{scorer=\"{reward.scorer}\", signature=...}}]' instead of another scorer"
+    )

@@ -40,7 +40,8 @@ OF_A_MODEL: dict[str, Any] = {
 }
 """Run file of a model that no run has trained: one replica on the cores of this machine."""
 
-
+REWARDS = "verifier.reward="
+"""Start of a `--set` that names all scorers, with their keys, such as the signature of a function."""
 KEPT = (RUN, EVALUATED, EVALUATIONS)
 """Files that `--output` keeps of each evaluation."""
 
@@ -59,7 +60,11 @@ def evaluate(
         ),
     ] = None,
     scorer: Annotated[
-        str | None, typer.Option("--scorer", help="Scorer or function. Absent: that of the run.")
+        str | None,
+        typer.Option(
+            "--scorer",
+            help="Scorer or function. Absent: that of the run, or that of --set verifier.reward.",
+        ),
     ] = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Rollouts of each prompt: n of avg@n.")
@@ -110,7 +115,7 @@ def evaluate(
     options = {name: value for name, value in stated.items() if value is not None}
     found = {}
     models = [model] if against is None else [model, against]
-    runs = [_run_of(each, step, options, overrides or ()) for each in models]
+    runs = [run_to_evaluate(each, step, options, overrides or ()) for each in models]
     for run, _ in runs[1:]:
         check_executable(run)  # before the first one is scored
     for number, (each, (run, version)) in enumerate(zip(models, runs, strict=True)):
@@ -133,7 +138,7 @@ def evaluate(
         _show(found, config)
 
 
-def _run_of(
+def run_to_evaluate(
     path: Path, step: str, options: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[Run, int]:
     """Return a run without steps that evaluates a model, or a checkpoint of a run; and the step of the weights.
@@ -141,6 +146,9 @@ def _run_of(
     Raises:
         ValueError: the directory has neither, or nothing says which prompts and which scorer.
     """
+    names_rewards = any(str(each).startswith(REWARDS) for each in overrides)
+    if names_rewards and "scorer" in options:
+        raise ValueError("--scorer and --set verifier.reward both name scorers: remove one of them")
     if (path / RUN).is_file():
         from streamrl.executor.checkpoint_export import choose_checkpoint
 
@@ -150,10 +158,10 @@ def _run_of(
         run = replace(run, model=replace(run.model, path=str(checkpoint.path)))
     elif (path / "config.json").is_file():
         acts = any(str(each).startswith("environment.") for each in overrides)
-        if "prompts" not in options or not (acts or "scorer" in options):
+        if "prompts" not in options or not (acts or names_rewards or "scorer" in options):
             raise ValueError(
-                f"{path} is a model, no run: name its --prompts and its --scorer, or the environment of its episodes "
-                "(--set environment.implementation=...)"
+                f"{path} is a model, no run: name its --prompts and its --scorer, or scorers with their keys "
+                "(--set verifier.reward=...), or the environment of its episodes (--set environment.implementation=...)"
             )
         given = {
             **OF_A_MODEL,
@@ -165,6 +173,9 @@ def _run_of(
     else:
         raise ValueError(f"{path} is neither a run directory nor a model directory (config.json)")
     own = run.evaluation or EvaluationConfig(prompts="")
+    if names_rewards:  # instead of those of the run
+        own = replace(own, scorer=None)
+        run = replace(run, verifier=replace(run.verifier, scorer=None))
     changes = dict(options)
     if "prompts" in changes:
         changes["share"] = None
