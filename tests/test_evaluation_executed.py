@@ -30,11 +30,13 @@ from streamrl.record.evaluation import (
     EVALUATED,
     EvaluationResult,
     difference,
+    half_width,
     mean_of,
     pass_at,
     quantile,
     read_evaluations,
     scores_of,
+    values_of,
     wilson,
 )
 from streamrl.record.recorded_inputs import recorded_inputs
@@ -201,9 +203,27 @@ def test_the_difference_of_two_evaluations_is_paired_by_prompt() -> None:
     after = result({0: [0, 1], 1: [1, 1], 2: [1, 1], 3: [0, 1]})
     found = difference(after, before, config)["avg@2"]
     assert found.num_prompts == 4 and found.score.value == pytest.approx(0.375)
-    widths = [each.scores["avg@2"].high - each.scores["avg@2"].low for each in (before, after)]
+    values = [list(values_of(each.rewards, config)["avg@2"].values()) for each in (before, after)]
+    widths = [2 * half_width(each, config.confidence) for each in values]
     assert found.score.high - found.score.low < min(widths)
     assert not difference(after, after, config)["avg@2"].is_clear
+
+
+@pytest.mark.parametrize("best", [1.0, 2.0])
+def test_an_interval_of_a_share_ends_at_0_and_1(best: float) -> None:
+    config = EvaluationConfig(samples=4)
+    rewards = {0: [best] * 4, 1: [best] * 4, 2: [best, best, best, 0.0]}
+    none: dict[int, list[float]] = {prompt: [0.0] * 4 for prompt in rewards}
+    facts: dict[str, Any] = {"time": 0.0, "seconds": 1.0, "num_prompts": 3, "samples": 4}
+    facts |= {"confidence": 0.95, "mean_tokens": 1.0, "truncated_share": 0.0, "scores": {}}
+    one, other = (EvaluationResult(step=0, rewards=each, **facts) for each in (rewards, none))
+    for found in (
+        scores_of(rewards, config),
+        {name: each.score for name, each in difference(one, other, config).items()},
+    ):
+        assert found["pass@1"].value == pytest.approx(11 / 12) and found["pass@1"].high == 1.0
+        assert found["avg@4"].high == 1.0 if best == 1.0 else found["avg@4"].high > 2.0
+    assert difference(other, one, config)["pass@1"].score.low == -1.0
 
 
 def test_evaluations_sample_as_training_does_where_nothing_else_is_said(tmp_path: Path) -> None:

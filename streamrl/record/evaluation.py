@@ -129,8 +129,24 @@ def values_of(
 
 def scores_of(rewards: dict[int, list[float]], config: EvaluationConfig) -> dict[str, Score]:
     """Return each score of an evaluation, avg@n first; empty if no rollout has a reward."""
-    each = values_of(rewards, config)
-    return {name: mean_of(list(at.values()), config.confidence) for name, at in each.items()}
+    each, shares = values_of(rewards, config), _shares(rewards, config)
+    found = {name: mean_of(list(at.values()), config.confidence) for name, at in each.items()}
+    return {
+        name: _within(score, 0.0, 1.0) if name in shares else score for name, score in found.items()
+    }
+
+
+def _shares(rewards: dict[int, list[float]], config: EvaluationConfig) -> set[str]:
+    """Return the names of scores that are a share: pass@k, and avg@n if each reward is 0 or 1."""
+    names = {f"pass@{k}" for k in config.ks}
+    if all(reward in (0.0, 1.0) for each in rewards.values() for reward in each):
+        names.add(f"avg@{config.samples}")
+    return names
+
+
+def _within(score: Score, least: float, most: float) -> Score:
+    """Return a score with an interval that ends at its possible values."""
+    return Score(score.value, max(least, score.low), min(most, score.high))
 
 
 def mean_of(values: Sequence[float], confidence: float) -> Score:
@@ -176,13 +192,16 @@ def difference(
     narrower than those of both scores (Miller 2024, section 4).
     """
     ones, others = values_of(one.rewards, config), values_of(other.rewards, config)
+    shares = _shares(one.rewards, config) & _shares(other.rewards, config)
     found = {}
     for name, values in ones.items():
         at = others.get(name, {})
         paired = [values[prompt] - at[prompt] for prompt in values if prompt in at]
         if paired:
             mean, half = fmean(paired), half_width(paired, config.confidence)
-            found[name] = Difference(Score(mean, mean - half, mean + half), len(paired))
+            score = Score(mean, mean - half, mean + half)
+            score = _within(score, -1.0, 1.0) if name in shares else score
+            found[name] = Difference(score, len(paired))
     return found
 
 
