@@ -213,7 +213,7 @@ def test_what_has_no_room_in_shared_memory_goes_through_files(
     try:
         assert small.path.parent == Path("/dev/shm") != large.path.parent
         (warning,) = caplog.messages
-        assert warning.startswith("run of 0.07 GB go through files in") and "--shm-size" in warning
+        assert warning.startswith("run of 68 MB go through files in") and "--shm-size" in warning
     finally:
         small.remove()
         large.remove()
