@@ -26,17 +26,10 @@ from streamrl.engine.messages import (
     ReplicaLost,
     ReplicaStarted,
     Resize,
-    ResizeTrainer,
-    SaveCheckpoint,
-    Score,
     StartReplica,
-    StartTrainer,
-    Step,
     Stop,
     StopReplica,
-    StopTrainer,
     TakeBack,
-    Train,
     TrainerJoined,
     TrainerLost,
     TrainerResized,
@@ -45,7 +38,7 @@ from streamrl.engine.messages import (
     Verify,
 )
 from streamrl.engine.state import State
-from streamrl.engine.trainer_side import LEADER
+from streamrl.engine.trainer_side import LEADER, TrainerCommand
 from streamrl.runfile.formatting import counted
 
 logger = logging.getLogger(__name__)
@@ -56,7 +49,6 @@ COUNTED = 100
 """Further failures alike that are logged as one line. A wrong scorer may fail for each of a million rollouts."""
 
 T = TypeVar("T")
-TrainerWork = Score | Train | Step | SaveCheckpoint | StartTrainer | StopTrainer | ResizeTrainer
 
 
 class RunLog:
@@ -110,15 +102,7 @@ class RunLog:
                 return is_ended or command.replica not in self._state.fleet.replicas
             case PushWeights():
                 return self._state.pushing is None
-            case (
-                Score()
-                | Train()
-                | Step()
-                | SaveCheckpoint()
-                | StartTrainer()
-                | StopTrainer()
-                | ResizeTrainer()
-            ):
+            case _ if isinstance(command, TrainerCommand):
                 return self._state.trainers[command.trainer].is_lost
         return False
 
@@ -224,7 +208,7 @@ class RunLog:
             then = self._replacement(commands)
         elif self._group is not None and self._group not in self._state.groups:
             then = f"group {self._group} is dropped"
-        elif isinstance(command, TrainerWork) and command.trainer != LEADER:
+        elif isinstance(command, TrainerCommand) and command.trainer != LEADER:
             then = "the run continues without it"
         else:
             then = "it is repeated"
@@ -256,15 +240,7 @@ class RunLog:
                 return f"replica {command.replica}: {verb}"
             case PushWeights():
                 return f"transfer: push of step {command.version}"
-            case (
-                Score()
-                | Train()
-                | Step()
-                | SaveCheckpoint()
-                | StartTrainer()
-                | StopTrainer()
-                | ResizeTrainer()
-            ):
+            case _ if isinstance(command, TrainerCommand):
                 return f"{self._names[command.trainer]}: {type(command).__name__}"
         return type(command).__name__
 

@@ -105,6 +105,10 @@ from streamrl.workload.prompt_records import Record
 
 CLOSING_TIME = 30.0
 """Seconds in which all workers end after a run. Then they are killed; see `CLOSE_TIME` of a worker."""
+ProcessOfTrainer = (
+    StartTrainer | ResizeTrainer | Score | Train | Step | SaveCheckpoint | PushWeights
+)
+"""Commands that a trainer's process carries out. `StopTrainer` is left out, because it ends the process."""
 NO_EVENT = (Abort, Close, Truncate, Take, Skip, Postpone, Drop, Resize, Stop, EndEvaluation)
 """Commands that end in no event."""
 STOP_TIME = 6.0
@@ -636,15 +640,7 @@ class RealWorld(World[Trace]):
             ):
                 if command.replica in self._replicas:
                     self._replicas[command.replica].kill(reason)
-            case (
-                StartTrainer()
-                | ResizeTrainer()
-                | Score()
-                | Train()
-                | Step()
-                | SaveCheckpoint()
-                | PushWeights()
-            ):
+            case _ if isinstance(command, ProcessOfTrainer):
                 self._trainers.kill(command.trainer, reason)
             case Verify():
                 self._close_verifiers()
@@ -662,15 +658,7 @@ class RealWorld(World[Trace]):
             match command:
                 case Generate() | Evaluate() | LoadWeights() | Lend() | TakeBack() | Abort():
                     self._lose_replica(command.replica, reason)
-                case (
-                    StartTrainer()
-                    | ResizeTrainer()
-                    | Score()
-                    | Train()
-                    | Step()
-                    | SaveCheckpoint()
-                    | PushWeights()
-                ):
+                case _ if isinstance(command, ProcessOfTrainer):
                     if self._trainers.num_lost[command.trainer] == num_lost:
                         self._lose_trainer(command.trainer, reason)
                 case _:

@@ -66,23 +66,16 @@ from streamrl.engine.messages import (
     ReplicaStarted,
     ReplicaStopped,
     Resize,
-    ResizeTrainer,
     RunStarted,
-    SaveCheckpoint,
-    Score,
     Scored,
     Skip,
     StartReplica,
-    StartTrainer,
-    Step,
     Stepped,
     Stop,
     StopReplica,
-    StopTrainer,
     Take,
     TakeBack,
     TakenBack,
-    Train,
     Trained,
     TrainerJoined,
     TrainerLeaving,
@@ -98,7 +91,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.engine.trainer_side import TrainerSide, drawn_again
+from streamrl.engine.trainer_side import TrainerCommand, TrainerSide, drawn_again
 
 
 @dataclass(slots=True)
@@ -344,15 +337,7 @@ class State:
                 self._truncate(self._episode(rollout_id))
             case Take():
                 self.trainers[command.trainer].take(command, self.groups[command.group])
-            case (
-                Score()
-                | Train()
-                | Step()
-                | StartTrainer()
-                | StopTrainer()
-                | ResizeTrainer()
-                | SaveCheckpoint()
-            ):
+            case _ if isinstance(command, TrainerCommand):
                 self.trainers[command.trainer].begin(command, self.now)
             case Promote(trainer, version):
                 self._promote(self.trainers[trainer])
@@ -779,15 +764,7 @@ class State:
             case PushWeights():  # its own failure, unless its trainer is lost
                 self.failure_counts.num_failed_pushes += self.pushing is not None
                 self.pushing = None
-            case (
-                Score()
-                | Train()
-                | Step()
-                | SaveCheckpoint()
-                | StartTrainer()
-                | StopTrainer()
-                | ResizeTrainer()
-            ):
+            case _ if isinstance(command, TrainerCommand):
                 self._fail_trainer(self.trainers[command.trainer], what)
             case _:
                 self.failure = what

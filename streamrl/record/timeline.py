@@ -405,15 +405,7 @@ class TimelineReader(MessageReader):
                 self._end_push(version, now)
             case Verify() if self._has_verifier:
                 self._end_verify(command, now)
-            case (
-                StartTrainer()
-                | StopTrainer()
-                | ResizeTrainer()
-                | Score()
-                | Train()
-                | Step()
-                | SaveCheckpoint()
-            ):
+            case _ if isinstance(command, TrainerCommand):
                 if command.trainer in self._work:  # else it was lost and has restarted
                     self._lose_trainer(command.trainer, type(command).__name__, now)
             case _:
