@@ -86,19 +86,16 @@ def find_worths(
     """
     run, candidate = search.space.run, search.space.candidate(chosen)
     changes = list(_changes(search, candidate))
-    base = shortened(run, run.seed)
-    known = search.whole_speeds.get(chosen)
-    trials: list[tuple[int | None, Trial]] = [
+    trials = [
         (place, Trial(shortened(each.run, run.seed), each.candidate))
         for place, each in enumerate(changes)
     ]
-    if known is None:
-        trials.insert(0, (None, Trial(base, candidate)))
     until = time.perf_counter() + TIME_SHARE * run.plan.time_limit
-    found = run_all(pool, watched_speed_of, trials, watch, until)
-    before = found[None].speed if known is None else known
+    unchanged = {chosen: Trial(shortened(run, run.seed), candidate)}
+    before = search.speeds_of(pool, unchanged, watch, until)[chosen]
     if isinstance(before, Unfinished):
         return []
+    found = run_all(pool, watched_speed_of, trials, watch, until)
     recomputed = _recomputed_share(metrics)
     rents = _Rents(PaidGpus.of(candidate.apply(run)).dollars_per_second, run.environment)
     worths = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from statistics import median
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -91,6 +91,7 @@ from streamrl.targets.verdicts import TARGETS, verdict_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+Result = TypeVar("Result")
 MOST_RETURNS = 3
 """Most times that finalists are compared again because a what-if suggests other plans."""
 FASTEST_MIXED = 4
@@ -365,15 +366,19 @@ def _start_worths(
 
     It is done in a thread beside the simulations of other plans, of which often one runs alone.
     """
-    search, found = race.search, Future[list[Worth]]()
+    search = race.search
     if search.space.run.environment is None:
-        found.set_result([])
-        return found
-    helper = ThreadPoolExecutor(1)
+        return _in_thread(lambda: [])
     metrics, watch = race.steady[chosen][0], progress.on("near plans")
-    found = helper.submit(find_worths, search, chosen, metrics, pool, watch)
+    return _in_thread(lambda: find_worths(search, chosen, metrics, pool, watch))
+
+
+def _in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Begin work in a thread of its own."""
+    helper = ThreadPoolExecutor(1)
+    result = helper.submit(work)
     helper.shutdown(wait=False)
-    return found
+    return result
 
 
 def _whole_nodes(plan: PlanConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
@@ -470,15 +475,10 @@ def _choose(
 
 def _look_ahead(search: Search, best: int, pool: Executor) -> Future[dict[int, Speed | Unfinished]]:
     """Simulate the what-ifs of a plan with episodes in a thread, while its steady state keeps one core busy for long."""
-    ahead = Future[dict[int, Speed | Unfinished]]()
     if search.space.run.environment is None:
-        ahead.set_result({})
-        return ahead
-    helper = ThreadPoolExecutor(1)
+        return _in_thread(dict)
     trials = trials_after_changes(search, best)
-    ahead = helper.submit(search.speeds_of, pool, trials, lambda: None, search.deadline)
-    helper.shutdown(wait=False)
-    return ahead
+    return _in_thread(lambda: search.speeds_of(pool, trials, lambda: None, search.deadline))
 
 
 def _judge(

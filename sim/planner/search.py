@@ -448,15 +448,15 @@ class Search(Scores):
 
     def simulate(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         """Simulate a few steps of plans and learn from them."""
-        trials = [(i, self._trial(i)) for i in indices]
+        trials = {i: self._trial(i) for i in indices}
         estimated = self.estimates.estimate().step
-        until = self.deadline
-        for index, (speed, seconds) in run_all(pool, timed_speed_of, trials, watch, until).items():
+        found = run_all(pool, timed_speed_of, trials.items(), watch, self.deadline)
+        for index, (speed, seconds) in found.items():
             if isinstance(speed, Unfinished):
                 self.give_up(index, speed)
                 continue
-            self.portions[index] = dict(trials)[index].portions
-            self._of_trials[dict(trials)[index]] = speed
+            self.portions[index] = trials[index].portions
+            self._of_trials[trials[index]] = speed
             self.seconds[index] = seconds * self.portions[index]
             self.speeds[index] = speed
             mode = self.space.modes[self.space.of_mode[index]]
@@ -484,10 +484,3 @@ class Search(Scores):
     def _trial(self, index: int) -> Trial:
         candidate = self.space.candidate(index)
         return Trial(self.base, candidate, portions=portions_of(candidate.apply(self.space.run)))
-
-    @property
-    def whole_speeds(self) -> dict[int, Speed]:
-        """Speed over a few steps of the plans that were simulated as a whole."""
-        return {
-            index: speed for index, speed in self.speeds.items() if self.portions.get(index, 1) == 1
-        }
