@@ -16,7 +16,7 @@ from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
-from streamrl.hardware.measured_profile import MeasuredProfile, write_measured
+from streamrl.hardware.measured_profile import MeasuredProfile, read_measured, write_measured
 from streamrl.runfile.backend_choice import ENGINES, engine_named, measured_engines
 from streamrl.runfile.files import load_run
 from streamrl.runfile.roles_config import Packing, Recompute
@@ -176,6 +176,7 @@ def measure(
         echo(f"streamrl: {Signals(error.signal).name}: {path} is not written", err=True)
         raise typer.Exit(128 + error.signal) from None
     write_measured(found, path)
+    found = read_measured(path)
     if as_json:
         print_json({"path": str(path), "profile": found})
     else:
