@@ -232,9 +232,9 @@ class RunLog:
             case LoadWeights():
                 return f"replica {command.replica}: load of step {command.version}"
             case Lend():
-                return f"replica {command.replica}: waking up on GPUs of the trainer"
+                return f"replica {command.replica}: waking up on GPUs that the trainer had"
             case TakeBack():
-                return f"replica {command.replica}: returning GPUs to the trainer"
+                return f"replica {command.replica}: giving its GPUs to the trainer"
             case StartReplica() | StopReplica():
                 verb = "start" if isinstance(command, StartReplica) else "stop"
                 return f"replica {command.replica}: {verb}"

@@ -530,21 +530,23 @@ class RealWorld(World[Trace]):
         return self._lent
 
     async def _lend(self, command: Lend) -> Event:
-        """Let the trainer sleep, and a replica generate on its GPUs."""
+        """Let a replica generate on GPUs that the trainer had. A trainer whose own GPUs these are sleeps meanwhile."""
         began_at, replica = self.now, self._replica(command.replica)
         replica.hold()
-        await self._lent_gpus.lend(command.replica)
+        if self._lent is not None:
+            await self._lent.lend(command.replica)
         fetched = self._transfer.fetch(command.version, command.replica)
         checksum = await replica.lend(command, fetched)
         self._replica(command.replica)  # it may have been lost after its answer
         return Lent(command.replica, command.version, self.now - began_at, checksum)
 
     async def _take_back(self, command: TakeBack) -> Event:
-        """Let a replica sleep, and wake the trainer once all of its GPUs are back."""
+        """Let a replica sleep, and wake the trainer once all of its own GPUs are back."""
         replica = self._replica(command.replica)
         await replica.take_back()
         began_at = self.now
-        await self._lent_gpus.take_back(command.replica)
+        if self._lent is not None:
+            await self._lent.take_back(command.replica)
         self._replica(command.replica)  # it may have been lost meanwhile
         return TakenBack(command.replica, self.now - began_at)
 
@@ -693,7 +695,7 @@ class RealWorld(World[Trace]):
         lent = self._run.rollout.num_kinds
         own = sorted(number for number, kind in self._kinds.items() if kind != lent)
         chosen = list(dict.fromkeys(notice.replicas)) or own
-        if self._turns is not None:
+        if self._turns is not None or self._run.trainer.borrows:
             raise ValueError("replicas share their GPUs with the trainer, which cannot leave")
         for replica in chosen:
             if self._kinds.get(replica) == lent:

@@ -101,7 +101,9 @@ class Trainer:
     def _change(self, command: ResizeTrainer, costs: TrainerCosts) -> Work:
         resizing, after = self._around.costs.resizing, command.data_parallel
         assert resizing is not None, "only a run file with trainer.resize changes ranks"
-        seconds = resizing.time(self._data_parallel, after)
+        now = self._around.env.now
+        passes_left = self._line.finish(now) - now  # of a step that has begun
+        seconds = passes_left + resizing.time(self._data_parallel, after)
         self._costs, self._line, self._data_parallel = costs, costs.line(), after
         yield from self._work(seconds, TrainerResized(command.trainer, after))
 

@@ -173,7 +173,8 @@ class ScriptedLauncher:
 
     async def resize_trainer(self, handle: Handle, data_parallel: int) -> Handle:
         await handle.call("start_blank", returns=type(None))
-        await handle.call("regroup", data_parallel, 1, "nowhere", returns=int)
+        had = self.sizes[-1] or 1
+        await handle.call("regroup", data_parallel, had, "nowhere", returns=int)
         self.sizes.append(data_parallel)
         return handle
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.engine.messages import Stepped, TrainerResized
+from streamrl.engine.messages import Lent, Stepped, TrainerResized
 from streamrl.engine.trace import read_trace, replay
 from streamrl.executor.launchers.handles import (
     Handle,
@@ -79,7 +79,8 @@ class ElasticTrainer:
         handles = RankHandles(
             [*had[:num_ranks], *added], lambda: rendezvous.unlink(missing_ok=True)
         )
-        await handles.regroup(len(had), f"file://{rendezvous}")
+        before = self.handles if isinstance(self.handles, RankHandles) else None
+        await handles.regroup(len(had), f"file://{rendezvous}", before)
         handles.let_go(had[num_ranks:])
         self.handles = handles
 
@@ -160,9 +161,33 @@ def test_weights_are_those_of_a_trainer_whose_ranks_never_changed(
 
 
 @pytest.mark.fsdp2
-def test_ranks_do_not_change_in_the_middle_of_a_batch(model_path: str, tmp_path: Path) -> None:
+def test_ranks_that_join_in_the_middle_of_a_batch_change_no_weights(
+    model_path: str, tmp_path: Path
+) -> None:
+    batches, changes = steps(3), {**VARIANTS["reference"], "max_grad_norm": 1e9}
+    alone = run(unchanged(model_path, batches, tmp_path / "alone", **changes))
+
+    async def go() -> Weights:
+        async with elastic(model_path, tmp_path, **changes) as trainer:
+            await trainer.resize(2)
+            role = remote(TrainerRole, trainer.handles)
+            await role.score(batches[0])
+            await role.train(batches[0][:11])
+            await trainer.resize(3)
+            role = remote(TrainerRole, trainer.handles)
+            await role.train(batches[0][11:])
+            await role.step(1)
+            await make_steps(role, batches[1:], 2)
+            return await weights_of(remote(TrainerRole, trainer.handles), 3, tmp_path)
+
+    assert gap(alone, run(go())) < GAP
+
+
+@pytest.mark.fsdp2
+def test_ranks_do_not_leave_in_the_middle_of_a_batch(model_path: str, tmp_path: Path) -> None:
     async def go() -> None:
         async with elastic(model_path, tmp_path) as trainer:
+            await trainer.resize(2)
             role = remote(TrainerRole, trainer.handles)
             samples = make_samples(1, 6)
             await role.score(samples)
@@ -225,6 +250,29 @@ def test_an_executed_run_adds_and_removes_ranks_and_learns_the_same(project: Pat
     assert gap(finals["elastic"], finals["constant"]) < 1e-4
     told = streamrl("replay", project / "elastic", "--json")
     assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.fsdp2
+def test_gpus_of_replicas_train_in_an_executed_run(project: Path) -> None:
+    keys = {
+        **ELASTIC,
+        "policies.system": "disaggregated",
+        "execute.deterministic": "false",
+        "rollout.backend": "transformers",
+        "trainer.borrows": "true",
+        "execute.output": "borrowed",
+    }
+    options = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    made = streamrl("execute", project / "run.toml", *options)
+    assert made.returncode == 0, made.stderr
+    trace = read_trace(project / "borrowed" / "trace.jsonl")
+    assert replay(trace, checks_invariants=True) is None
+    events = [entry.event for entry in trace.entries]
+    ranks = [each.data_parallel for each in events if isinstance(each, TrainerResized)]
+    replicas = trace.run.rollout.replicas
+    assert ranks[:4] == [1 + replicas, 1, 1 + replicas, 1]
+    assert sum(isinstance(each, Lent) for each in events) >= 2 * replicas
+    assert [line["rollouts"] for line in read_metrics(project / "borrowed")] == [16] * 5
 
 
 def _weights(checkpoint: Path) -> Weights:

@@ -111,6 +111,7 @@ PATHS = (
     RunPath(TRAINERS, "trainer.reshard_after_forward = false", "test-fsdp2", "test_ranks.py::test_weights_are_the_same_with_all_that_saves_memory_or_time"),
     RunPath(TRAINERS, "trainer.shard_ranks", "test-fsdp2", "test_ranks.py::test_the_gradient_is_that_of_one_rank_that_keeps_all_activations_and_logits"),
     RunPath(TRAINERS, "trainer.resize", "test", "test_elastic_ranks.py::test_weights_are_those_of_a_trainer_whose_ranks_never_changed"),
+    RunPath(TRAINERS, "trainer.borrows", "test-fsdp2", "test_elastic_ranks.py::test_gpus_of_replicas_train_in_an_executed_run"),
     RunPath(TRAINERS, "trainer.offload", "test-fsdp2", "test_ranks.py::test_weights_are_the_same_with_all_that_saves_memory_or_time"),
     RunPath(TRAINERS, "followers", "test", "test_secondary_trainers_executed.py::test_every_trainer_learns_from_one_stream_and_leaves_its_own_record"),
     RunPath(OPTIMIZATION, "algorithm.optimizer.name = muon", "test", "test_optimizers.py::test_muon_moves_matrices_of_layers_and_adamw_moves_the_rest"),

@@ -424,6 +424,10 @@ class RankHandles(Handle):
         """Rank of each scored rollout; its partner (of a preference pair) goes to the same rank."""
         self._leaving: asyncio.Task[None] | None = None
         """Ends the ranks that are no longer among these; None if there are none."""
+        self.parked: list[Handle] = []
+        """Ranks that are not among these, and sleep until they join (again)."""
+        self._has_joined = False
+        """Whether the parked ranks have joined before, so that they have their models."""
 
     async def call(self, method: str, *arguments: object, returns: type[T]) -> T:
         """Call every rank, and return the result of the first one."""
@@ -448,18 +452,24 @@ class RankHandles(Handle):
             for call in calls:
                 call.cancel()
 
-    async def regroup(self, num_kept: int, rendezvous: str) -> None:
-        """Make one group of these ranks; those from `num_kept` on are new.
+    async def regroup(
+        self, num_kept: int, rendezvous: str, before: RankHandles | None = None
+    ) -> None:
+        """Make one group of these ranks; those from `num_kept` on are new. `before` are the ranks until now, if several.
 
-        New ranks load their models first, so that the others can still send weights to replicas meanwhile.
+        New ranks load their models first, or wake up, so that the others can still send weights to replicas meanwhile.
 
         Raises:
             WorkerLostError: a rank was lost, or failed. All of them are killed then.
         """
         added = RankHandles(self.ranks[num_kept:], lambda: None)
+        if before is not None:
+            self._rank_of = before._rank_of
+            self._has_joined = before._has_joined
         try:
             if added.ranks:
-                await added._all("start_blank", [()] * len(added.ranks), type(None))
+                begin = "wake" if self._has_joined else "start_blank"
+                await added._all(begin, [()] * len(added.ranks), type(None))
         except WorkerLostError as error:
             self.kill(f"was killed with the other ranks: {error}")
             raise
@@ -470,6 +480,12 @@ class RankHandles(Handle):
         """End ranks that are no longer among these, in the background; `close` waits for their end."""
         if ranks:
             self._leaving = asyncio.create_task(end_ranks(ranks))
+
+    def park(self, ranks: Sequence[Handle]) -> None:
+        """Let ranks that are no longer among these free their devices' memory, in the background, to join again later."""
+        self.parked = list(ranks)
+        self._has_joined = True
+        self._leaving = asyncio.create_task(_sleep_ranks(ranks))
 
     async def _all(self, method: str, shares: Sequence[tuple[object, ...]], returns: type[T]) -> T:
         """Call every rank with its own arguments; if one fails, kill all and raise `WorkerLostError`."""
@@ -532,16 +548,16 @@ class RankHandles(Handle):
 
     def kill(self, reason: str) -> None:
         """Kill every rank."""
-        for rank in self.ranks:
+        for rank in (*self.ranks, *self.parked):
             rank.kill(reason)
         self.forget_rendezvous()
 
     async def close(self) -> None:
         """End every rank."""
         self._tell = None
-        await asyncio.gather(*(rank.close() for rank in self.ranks))
         if self._leaving is not None:
             await self._leaving
+        await asyncio.gather(*(rank.close() for rank in (*self.ranks, *self.parked)))
         self.forget_rendezvous()
 
     def forget_rendezvous(self) -> None:
@@ -555,6 +571,12 @@ async def end_ranks(ranks: Sequence[Handle]) -> None:
     stopping = (rank.call("stop", returns=type(None)) for rank in ranks)
     await asyncio.gather(*stopping, return_exceptions=True)
     await asyncio.gather(*(rank.close() for rank in ranks))
+
+
+async def _sleep_ranks(ranks: Sequence[Handle]) -> None:
+    """Let ranks sleep. A rank that fails is noticed when it is to join."""
+    sleeping = (rank.call("sleep", returns=type(None)) for rank in ranks)
+    await asyncio.gather(*sleeping, return_exceptions=True)
 
 
 def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:

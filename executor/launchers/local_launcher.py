@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 
 from streamrl.engine.trainer_side import LEADER
@@ -163,18 +163,47 @@ class LocalLauncher(Launcher):
             self._placement.trainers[number][rank],
         )
 
+    async def trainer(self, number: int, data_parallel: int | None = None) -> Handle:
+        """See `Launcher`. Processes on the GPUs of replicas start with a trainer that borrows these, and load no model."""
+        handle = await super().trainer(number, data_parallel)
+        num_borrowed = self._roles.borrowed_ranks
+        if number != LEADER or not num_borrowed:
+            return handle
+        ranks = handle
+        if not isinstance(ranks, RankHandles):
+            ranks = RankHandles([ranks], lambda: None)
+        num_own = len(ranks.ranks)
+        started = await asyncio.gather(
+            *self._starting(range(num_own, num_own + num_borrowed), self._new_rendezvous()),
+            return_exceptions=True,
+        )
+        ranks.parked = [each for each in started if isinstance(each, Handle)]
+        for error in started:
+            if isinstance(error, BaseException):
+                ranks.kill(f"was killed with the other ranks: {error}")
+                raise error
+        return ranks
+
+    def _starting(self, ranks: Sequence[int], rendezvous: Path) -> Iterator[Awaitable[Handle]]:
+        """Yield the starts of more ranks of the primary trainer."""
+        own = self._roles.trainer.with_ranks(ranks[-1] + 1 if ranks else 1)
+        config = self._trainer_config(LEADER, own) | {"zero": own.zero, "num_ranks": own.num_gpus}
+        for rank in ranks:
+            yield self._start_rank(LEADER, {**config, "rank": rank}, rendezvous)
+
     async def resize_trainer(self, handle: Handle, data_parallel: int) -> Handle:
         """See `Launcher`."""
-        had = list(handle.ranks) if isinstance(handle, RankHandles) else [handle]
+        before = handle if isinstance(handle, RankHandles) else None
+        had = [handle] if before is None else list(before.ranks)
+        parked = [] if before is None else before.parked
         rendezvous = self._new_rendezvous()
-        own = self._roles.trainer.with_ranks(data_parallel)
-        config = self._trainer_config(LEADER, own) | {"zero": own.zero, "num_ranks": own.num_gpus}
-        added = [
-            self._start_rank(LEADER, {**config, "rank": rank}, rendezvous)
-            for rank in range(len(had), data_parallel)
-        ]
+        missing = range(len(had), data_parallel)
         handle.watch(None)
-        started = await asyncio.gather(*added, return_exceptions=True)
+        if parked and missing:
+            started: list[Handle | BaseException] = list(parked)
+        else:
+            starting = self._starting(missing, rendezvous)
+            started = await asyncio.gather(*starting, return_exceptions=True)
         new = [each for each in started if isinstance(each, Handle)]
         ranks = RankHandles(
             [*had[:data_parallel], *new], lambda: rendezvous.unlink(missing_ok=True)
@@ -183,15 +212,18 @@ class LocalLauncher(Launcher):
             for error in started:
                 if isinstance(error, BaseException):
                     raise error
-            await ranks.regroup(len(had), f"file://{rendezvous}")
+            await ranks.regroup(len(had), f"file://{rendezvous}", before)
         except BaseException as error:
             for each in (*had, *new):
                 each.kill(f"was killed with the other ranks: {error}")
             ranks.forget_rendezvous()
             raise
-        if isinstance(handle, RankHandles):
-            handle.forget_rendezvous()
-        ranks.let_go(had[data_parallel:])
+        if before is not None:
+            before.forget_rendezvous()
+        if self._roles.borrowed_ranks and not missing:
+            ranks.park(had[data_parallel:])
+        else:
+            ranks.let_go(had[data_parallel:])
         return ranks
 
     def reserve_ranks(self, data_parallel: int, wanted_replicas: Sequence[int]) -> None:

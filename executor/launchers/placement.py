@@ -50,6 +50,8 @@ class PlacedRoles:
     execute: ExecuteConfig
     shares_gpus: bool
     """Whether replicas and the primary trainer take turns on the same GPUs."""
+    borrowed_ranks: int
+    """Ranks of the primary trainer on GPUs of replicas, while these sleep."""
 
     @classmethod
     def of(cls, run: Run) -> PlacedRoles:
@@ -67,6 +69,7 @@ class PlacedRoles:
             pools=run.cluster.pools,
             execute=run.execute,
             shares_gpus=policies.shares_gpus,
+            borrowed_ranks=run.borrowed_ranks,
         )
 
     @property
@@ -125,6 +128,13 @@ class Placement:
         """Place of each rank of each trainer. A rank is a process with one GPU. The tensor-parallel index varies
         fastest, then the data-parallel index d, then the pipeline stage:
         rank = (stage x data + d) x tensor + t."""
+        if roles.borrowed_ranks:
+            on_replicas = [
+                Place(place.pool, place.node, (gpu,))
+                for place in self._replicas.values()
+                for gpu in place.gpus
+            ]
+            self.trainers[0] = (*self.trainers[0], *on_replicas)
         for follower in roles.followers:
             self.join(follower)
         self._on_trainer = tuple(self._places_on_trainer(roles.lent))

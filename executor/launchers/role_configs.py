@@ -66,7 +66,9 @@ class RoleConfigs:
             "tensor_parallel": run.rollout.tensor_parallel,
             "expert_parallel": run.rollout.expert_parallel,
             "memory_utilization": run.rollout.memory_utilization,
-            "takes_turns": run.policies.shares_gpus or kind == self._run.rollout.num_kinds,
+            "takes_turns": run.policies.shares_gpus
+            or run.trainer.borrows
+            or kind == self._run.rollout.num_kinds,
             "shares_prefixes": run.shares_prefixes,
             "router_replay": run.algorithm.router_replay,
             "save_time": float(run.execute.save_tokens_every),

@@ -6,7 +6,8 @@
 | optimizer, version              | the first rank                                                |
 | weights below adapters          | the directory of the initial model                            |
 | reference model                 | the directory of the initial model                            |
-| gradient, counts of the batch   | nowhere: ranks change only between two steps                  |
+| counts of the batch             | the first rank                                                |
+| gradient of the batch           | nowhere: its part is 0 until it has trained                   |
 
 The first rank and the new ones form a group for this. The other ranks that stay have the same state already.
 """

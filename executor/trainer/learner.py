@@ -88,6 +88,17 @@ class Accumulated:
     whole: bool = True
     """False during a call of `train`; stays False if the call fails."""
 
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Return the counts and sums that every rank has, for a rank that joins."""
+        own = ("num_passes", "waiting", "unpaired", "whole")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in own)
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, received: dict[str, Any]) -> Accumulated:
+        """Return the batch of a rank that joins others, which have these counts and sums."""
+        return cls(**{**received, "sums": Counter(received["sums"])})
+
     def summary(self) -> dict[str, float]:
         """Return the counts, and how far the policy is from the one that sampled."""
         counts = {"tokens": self.num_tokens, "rollouts": self.num_rollouts}
@@ -307,13 +318,13 @@ class Learner:
     def regroup(self, config: TrainerSettings, num_kept: int) -> int:
         """Continue with other ranks, those of `config`, and return the version; all of them must call this.
 
-        Ranks from `num_kept` on are new. They get their state from the first rank.
+        Ranks from `num_kept` on are new. They get their state from the first rank, and their part of the gradient is 0.
 
         Raises:
-            ValueError: samples were trained on since the last step.
+            ValueError: ranks leave after samples were trained on since the last step.
         """
-        if self.batch.num_rollouts or self.batch.waiting:
-            raise ValueError("ranks change only between two steps, but the batch has begun")
+        if config.num_ranks < num_kept and (self.batch.num_rollouts or self.batch.waiting):
+            raise ValueError("ranks leave only between two steps, but the batch has begun")
         assert config.rendezvous is not None, "ranks of a trainer meet"
         self.config = config
         with closed_afterwards(keep_port=urlsplit(config.rendezvous).port):
@@ -321,12 +332,14 @@ class Learner:
             state = hand_over(self.ranks, num_kept, self._state(), config.device)
         if state is not None:
             self.version = state["version"]
+            self.batch = Accumulated.of(state["batch"])
             for backend, received in zip(self._backends(), state["models"], strict=True):
                 backend.take_state(received)
         return self.version
 
     def _state(self) -> dict[str, Any]:
-        return {"version": self.version, "models": [each.state() for each in self._backends()]}
+        models = [each.state() for each in self._backends()]
+        return {"version": self.version, "batch": self.batch.of_all_ranks(), "models": models}
 
     def _backends(self) -> list[Any]:
         return [self.backend, *(() if self.critic is None else (self.critic.backend,))]

@@ -221,8 +221,10 @@ class Costs(TrainerCosts):
         """
         resolved = resolve(run)
         costs = _of_kinds(resolved) if run.rollout.others else _of_one_kind(resolved)
-        if run.trainer.resize:
+        if run.trainer.resize or run.trainer.borrows:
             costs = _with_sizes(costs, resolved)
+        if run.trainer.borrows:
+            costs = _with_borrowing(costs, resolved)
         return costs if run.lending is None else _with_lending(costs, resolved)
 
     def with_ranks(self, data_parallel: int) -> TrainerCosts:
@@ -421,7 +423,7 @@ def _with_lending(costs: Costs, resolved: ResolvedRun) -> Costs:
 def _with_sizes(costs: Costs, resolved: ResolvedRun) -> Costs:
     """Add the costs of each number of the primary trainer's ranks, and of the changes between them."""
     run, sizes = resolved.run, {}
-    for _, data_parallel in run.trainer.sizes:
+    for data_parallel in run.trainer_ranks:
         trainer = run.trainer.with_ranks(data_parallel)
         sized = resolve(msgspec.structs.replace(run, trainer=trainer))
         training: TrainingCosts | MeasuredTraining
@@ -435,6 +437,23 @@ def _with_sizes(costs: Costs, resolved: ResolvedRun) -> Costs:
     resizing = ResizingCosts.load(resolved)
     provenance = {**costs.provenance, "resize": Provenance.of(resizing.tier, resizing.sources)}
     return replace(costs, sizes=sizes, resizing=resizing, provenance=provenance)
+
+
+def _with_borrowing(costs: Costs, resolved: ResolvedRun) -> Costs:
+    """Add the costs of replicas that sleep while their GPUs train.
+
+    A sleeping replica discards its KV cache and weights, which moves no bytes. It wakes up with new weights. The
+    processes of the ranks that join have started with the trainer.
+    """
+    assert costs.resizing is not None, "its ranks change"
+    own = own_switch(resolved.run.framework, resolved.trainer.pool.gpu)
+    sync = costs.sync
+    switch = LendingCosts(sync.load_time + own.seconds, 0.0, sync.tier, (*sync.sources, own.source))
+    if resolved.run.costs.profile is not None:  # of CPUs, without calls of a framework
+        switch = LendingCosts(sync.load_time, 0.0, sync.tier, sync.sources)
+    provenance = {**costs.provenance, "switch": Provenance.of(switch.tier, switch.sources)}
+    resizing = replace(costs.resizing, start_time=0.0)
+    return replace(costs, lending=switch, resizing=resizing, provenance=provenance)
 
 
 def _check(resolved: ResolvedRun) -> None:

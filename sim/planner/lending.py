@@ -1,6 +1,6 @@
-"""Whether the chosen plan should lend GPUs of its trainer: one simulation with `[lending]`, on the same prompts.
+"""Whether GPUs of the chosen plan should change sides: one simulation with `[lending]` or `trainer.borrows`, on the same prompts.
 
-The search itself compares plans that lend nothing. It takes the section along, so lending costs one simulation.
+The search itself compares plans whose GPUs stay. It takes these settings along, so each costs one simulation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,31 @@ def planned_lending(
     """
     if lending is None:
         return None
-    lent = replace(planned, lending=lending)
+    return _compare(replace(planned, lending=lending), step_time, pool)
+
+
+def planned_borrowing(
+    planned: Run, borrows: bool, step_time: float, pool: Executor
+) -> PlannedLending | None:
+    """Simulate a plan whose trainer borrows GPUs of replicas, and compare it with its step time in seconds without that.
+
+    None if the run file does not ask for it.
+    """
+    if not borrows:
+        return None
+    return _compare(with_borrowing(planned), step_time, pool)
+
+
+def with_borrowing(planned: Run) -> Run:
+    """Return a plan whose trainer borrows GPUs of replicas."""
+    changed: Run = replace(planned, trainer=replace(planned.trainer, borrows=True))
+    return changed
+
+
+def _compare(changed: Run, step_time: float, pool: Executor) -> PlannedLending:
     try:
-        check_run(lent)
-        seconds = pool.submit(step_time_of, encode_run(lent)).result()
+        check_run(changed)
+        seconds = pool.submit(step_time_of, encode_run(changed)).result()
     except (RunError, UnfinishedError) as error:
         return PlannedLending(reason=str(error))
     is_taken = seconds < (1 - LEAST_GAIN) * step_time

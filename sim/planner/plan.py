@@ -468,7 +468,7 @@ class PartialNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedLending(msgspec.Struct, frozen=True, kw_only=True):
-    """What the chosen plan gains by `[lending]`."""
+    """What the chosen plan gains by `[lending]`, or by `trainer.borrows`."""
 
     step_time: NotNegative = 0.0
     """Seconds of a step without it."""
@@ -477,7 +477,7 @@ class PlannedLending(msgspec.Struct, frozen=True, kw_only=True):
     is_taken: bool = False
     """Whether the plan's run file has it."""
     reason: str = ""
-    """Why the plan cannot lend; empty if it can."""
+    """Why the plan cannot have it; empty if it can."""
 
 
 class PlannedDisaggregation(msgspec.Struct, frozen=True, kw_only=True):
@@ -533,6 +533,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that the chosen plan rents in part."""
     lending: PlannedLending | None = None
     """What lending GPUs of the trainer changes; None if the run file has no `[lending]`."""
+    borrowing: PlannedLending | None = None
+    """What GPUs of replicas that train change; None if the run file has no `trainer.borrows`."""
     disaggregation: PlannedDisaggregation | None = None
     """What prefill replicas change; None if the run file has none."""
     spot: SpotSavings | None = None

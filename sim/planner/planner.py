@@ -47,7 +47,7 @@ from streamrl.sim.planner.episode_worth import find_worths
 from streamrl.sim.planner.first_answer import EstimatedPlan
 from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.layouts import rents_whole_nodes
-from streamrl.sim.planner.lending import planned_lending
+from streamrl.sim.planner.lending import planned_borrowing, planned_lending, with_borrowing
 from streamrl.sim.planner.modes import Scope, keep_to_framework
 from streamrl.sim.planner.objective import UNITS, check_free_plans
 from streamrl.sim.planner.options import (
@@ -151,7 +151,7 @@ def make_plan(
     mixes = run.plan.mixes_replicas and run.environment is None
     plan = replace(run.plan, mixes_replicas=mixes)
     rollout, wanted = without_prefill_replicas(run.rollout), run.rollout
-    trainer = replace(run.trainer, resize=())
+    trainer = replace(run.trainer, resize=(), borrows=False)
     constant = replace(run, faults=(), lending=None, rollout=rollout, trainer=trainer)
     scope = keep_to_framework(replace(constant, plan=plan))
     search = Search.open(scope.run, started_at + run.plan.time_limit)
@@ -161,7 +161,18 @@ def make_plan(
         has_own = shows_own and not wanted.prefill_kinds
         own = own_candidate(*sections, run.environment) if has_own else None
         progress = _Progress(watch)
-        planned = _plan(scope, search, pool, progress, started_at, own, first, run.lending, wanted)
+        planned = _plan(
+            scope,
+            search,
+            pool,
+            progress,
+            started_at,
+            own,
+            first,
+            run.lending,
+            run.trainer.borrows,
+            wanted,
+        )
     return planned._replace(plan=replace(planned.plan, offer=digest_of(run)))
 
 
@@ -197,6 +208,7 @@ def _plan(
     own: Candidate | None,
     first: EstimatedPlan | None,
     lending: LendingConfig | None,
+    borrows: bool,
     wanted: RolloutConfig,
 ) -> Planned:
     run = scope.run
@@ -235,6 +247,9 @@ def _plan(
     lent = planned_lending(planned, lending, metrics.step_time, pool)
     if lent is not None and lent.is_taken:
         planned = replace(planned, lending=lending)
+    borrowed = planned_borrowing(planned, borrows, metrics.step_time, pool)
+    if borrowed is not None and borrowed.is_taken:
+        planned = with_borrowing(planned)
     apart = planned_disaggregation(planned, wanted, metrics.step_time, pool)
     if apart is not None and apart.is_taken:
         planned = replace(
@@ -262,6 +277,7 @@ def _plan(
         whole_nodes=whole_nodes,
         partial_nodes=partial_nodes(run, planned),
         lending=lent,
+        borrowing=borrowed,
         disaggregation=apart,
         spot=spot,
         limits=limits_by_key(run.plan),

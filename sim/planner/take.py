@@ -34,7 +34,7 @@ def take(offer: Run, plan: Plan, number: int) -> tuple[Run, Plan]:
         ValueError: the plan has no such option.
     """
     option = option_of(plan, number)
-    constant = replace(offer, faults=(), trainer=replace(offer.trainer, resize=()))
+    constant = replace(offer, faults=(), trainer=replace(offer.trainer, resize=(), borrows=False))
     run = candidate_of(option.choice.settings).apply(constant)
     if number == 1 and plan.steps_in_time is not None:
         run = replace(run, simulate=replace(run.simulate, max_steps=plan.steps_in_time))

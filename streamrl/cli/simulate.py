@@ -27,7 +27,13 @@ from streamrl.cli.shared import (
 from streamrl.engine.trace import Trace, recorded_world
 from streamrl.hardware.resolved import resolve
 from streamrl.record.ledger import ledger_line
-from streamrl.record.metrics import LendingMetrics, Metrics, ResizeMetrics, measure
+from streamrl.record.metrics import (
+    BorrowingMetrics,
+    LendingMetrics,
+    Metrics,
+    ResizeMetrics,
+    measure,
+)
 from streamrl.record.run_directory import TRACE, read_inputs
 from streamrl.report.run_tables import metrics_table
 from streamrl.report.study_file import is_study
@@ -192,6 +198,10 @@ def simulate(
             if metrics.lending is not None and not metrics.unfinished:
                 alone = measure_steady(replace(run, lending=None)).step_time
                 echo(_lending_text(metrics.lending, metrics.step_time, alone))
+            if metrics.borrowing is not None and not metrics.unfinished:
+                trainer = replace(run.trainer, borrows=False)
+                alone = measure_steady(replace(run, trainer=trainer)).step_time
+                echo(_borrowing_text(metrics.borrowing, metrics.step_time, alone))
             if spot is not None:
                 from streamrl.report.plan_report import spot_text
 
@@ -213,6 +223,16 @@ def _resize_text(resize: ResizeMetrics) -> str:
     return (
         f"trainer.resize: {counted(resize.data_parallel, 'data-parallel rank')} from step {resize.step} on; the trainer "
         f"waits {format_duration(resize.seconds)} for the change"
+    )
+
+
+def _borrowing_text(borrowing: BorrowingMetrics, step_time: float, alone: float) -> str:
+    """Return how often GPUs were borrowed, and the seconds of a step with `trainer.borrows` and without it."""
+    change = step_time / alone - 1
+    return (
+        f"trainer.borrows: GPUs of replicas trained in {borrowing.num_borrowed:,} of {borrowing.steps:,} steps, for "
+        f"{format_share(borrowing.training)} of the time; a step takes {format_step_time(step_time, None)}, and "
+        f"{format_step_time(alone, None)} without it ({change:+.1%})"
     )
 
 

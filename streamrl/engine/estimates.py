@@ -145,6 +145,8 @@ class StepTimes(NamedTuple):
     """Time in which the trainer worked on it."""
     num_replicas: int
     """Replicas that served when its generation began."""
+    update_time: float = 0.0
+    """Part of `training_time` in which the gradient was summed over ranks, and the weights were updated."""
 
     @property
     def lag(self) -> float:
@@ -189,6 +191,7 @@ class StepTimer:
 
     def end_step(self, step: int, now: float) -> None:
         """Record that the trainer made policy version `step`."""
+        update_time = now - self._work_began_at
         self.end_work(now)
         training_time, self._training_time = self._training_time, 0.0
         begun, ended_at = self._begun.pop(step, None), self._ended_at.pop(step, None)
@@ -197,7 +200,7 @@ class StepTimer:
         began_at, num_replicas = begun
         generation_time = max(0.0, ended_at - max(began_at, self._free_at))
         self._free_at = max(self._free_at, ended_at)
-        self.last = StepTimes(step, generation_time, training_time, num_replicas)
+        self.last = StepTimes(step, generation_time, training_time, num_replicas, update_time)
 
     def forget(self) -> None:
         """Forget unfinished steps, because they are repeated."""

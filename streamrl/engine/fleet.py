@@ -59,7 +59,7 @@ class Fleet:
     stopping: dict[int, Replica] = field(default_factory=dict)
     """Replicas that are being stopped."""
     asleep: dict[int, Replica] = field(default_factory=dict)
-    """Replicas on GPUs of the primary trainer while the trainer has these GPUs."""
+    """Replicas whose GPUs the primary trainer has now: its own, or borrowed ones."""
     lent: dict[int, Replica] = field(default_factory=dict)
     """Replicas that start on GPUs of the primary trainer, or have these GPUs."""
     leaving: dict[int, Replica] = field(default_factory=dict)
@@ -121,7 +121,9 @@ class Fleet:
         raise ValueError("no kind of replica is below its target")
 
     def is_synced(self, version: int) -> bool:
-        """Whether every serving replica has `version`."""
+        """Whether every serving replica has `version`; also if all replicas sleep."""
+        if not self.num_serving:
+            return bool(self.asleep) and len(self.asleep) == len(self.replicas)
         return len(self.num_serving) == 1 and version in self.num_serving
 
     @property
@@ -302,25 +304,27 @@ class Fleet:
             replica.is_excused = replica.loading is not None
 
     def lend(self, replica_id: int, version: int) -> None:
-        """Record that a replica gets GPUs of the primary trainer, and then serves `version`."""
-        replica = self.lent[replica_id] = self.asleep.pop(replica_id)
+        """Record that a replica gets GPUs that the primary trainer had, and then serves `version`."""
+        replica = self.asleep.pop(replica_id)
+        if replica.is_lent:
+            self.lent[replica_id] = replica
         self.load(replica_id, version)
         replica.version = version
 
     def take_back(self, replica_id: int) -> None:
-        """Record that a replica gets no rollouts any more, because the trainer takes its GPUs back."""
-        replica = self.lent[replica_id]
+        """Record that a replica gets no rollouts any more, because the trainer gets its GPUs."""
+        replica = self.replicas[replica_id]
         replica.loading = replica.version  # its command is running
         self._withdraw(replica)
 
     def end_lending(self, replica_id: int) -> None:
-        """Record that the trainer has the GPUs of a replica again."""
+        """Record that the trainer has the GPUs of a replica."""
         self._sleep(self.replicas[replica_id])
 
     def _sleep(self, replica: Replica) -> None:
         replica.loading = None
         replica.is_excused = False
-        del self.lent[replica.id]
+        self.lent.pop(replica.id, None)
         self.asleep[replica.id] = replica
 
     def _remove(self, replica_id: int) -> Replica:

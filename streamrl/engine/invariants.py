@@ -99,7 +99,10 @@ def _check_replicas(state: State) -> None:
     num_away = sum(kind.num_away for kind in fleet.kinds)
     assert num_away == len(fleet.away), f"{num_away} machines are away, not {list(fleet.away)}"
     own = [replica.id for replica in state.fleet.replicas.values() if replica.is_lent]
-    assert sorted([*state.fleet.asleep, *state.fleet.lent]) == own, "a replica sleeps and is lent"
+    asleep = [replica.id for replica in state.fleet.asleep.values() if replica.is_lent]
+    assert sorted([*asleep, *state.fleet.lent]) == own, "a replica sleeps and is lent"
+    assert state.leader.borrowable or len(asleep) == len(state.fleet.asleep), "a replica sleeps"
+    assert not (state.leader.has_borrowed and state.fleet.num_serving), "GPUs train and generate"
     for replica in state.fleet.asleep.values():
         assert not replica.is_serving and replica.promised is None and replica.loading is None
     assert state.leader.is_lent == bool(state.fleet.lent)

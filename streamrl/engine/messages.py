@@ -24,8 +24,8 @@ Rollout r of an evaluation is r in `Evaluate` and `Evaluated`. With an environme
     Step            Stepped             trainer
     PushWeights     WeightsPushed       link
     LoadWeights     WeightsLoaded       replica
-    Lend            Lent                replica on GPUs of trainer 0
-    TakeBack        TakenBack           replica on GPUs of trainer 0
+    Lend            Lent                replica and trainer 0, whose GPUs change sides
+    TakeBack        TakenBack           replica and trainer 0, whose GPUs change sides
     SaveCheckpoint  CheckpointSaved     trainer
     DrawEvaluation  EvaluationDrawn     workload
     Evaluate        Evaluated           replica, then verifier
@@ -89,9 +89,10 @@ class StopTrainer(Message, frozen=True):
 
 
 class ResizeTrainer(Message, frozen=True):
-    """Let trainer `trainer`, which is between two steps, continue with `data_parallel` data-parallel ranks.
+    """Let trainer `trainer`, which is idle, continue with `data_parallel` data-parallel ranks.
 
-    Added ranks get weights and optimizer state from the ranks that stay, without a checkpoint.
+    Added ranks get weights and optimizer state from the ranks that stay, without a checkpoint. Ranks may join within a
+    step, but leave only between two steps, because each has a part of the gradient.
     """
 
     trainer: int
@@ -252,14 +253,17 @@ class LoadWeights(Message, frozen=True):
 
 
 class Lend(Message, frozen=True):
-    """Let `replica` generate on GPUs of trainer 0, which is idle, with weights of `version`."""
+    """Let `replica` generate with weights of `version` on GPUs that trainer 0 has and does not use.
+
+    They are GPUs of an idle trainer, or the replica's own, which trainer 0 had borrowed.
+    """
 
     replica: int
     version: int
 
 
 class TakeBack(Message, frozen=True):
-    """Return the GPUs of `replica` to trainer 0. Its rollouts were aborted before."""
+    """Give the GPUs of `replica`, which has no rollouts or only aborted ones, to trainer 0."""
 
     replica: int
 
@@ -615,7 +619,7 @@ class WeightsLoaded(Message, frozen=True, omit_defaults=True):
 
 
 class Lent(Message, frozen=True, omit_defaults=True):
-    """Replica `replica` generates with weights of `version` on GPUs of trainer 0."""
+    """Replica `replica` generates with weights of `version` on GPUs that trainer 0 had."""
 
     replica: int
     version: int
@@ -626,7 +630,7 @@ class Lent(Message, frozen=True, omit_defaults=True):
 
 
 class TakenBack(Message, frozen=True):
-    """Trainer 0 has the GPUs of `replica` again."""
+    """Trainer 0 has the GPUs of `replica`."""
 
     replica: int
     switch_time: float

@@ -31,7 +31,7 @@ from streamrl.engine.policies.dispatch import (
 )
 from streamrl.engine.policies.environments import EndOverdue, RunEnvironments
 from streamrl.engine.policies.evaluation import EvaluateVersions, HoldStep, WhileNotEvaluating
-from streamrl.engine.policies.lending import LendTrainer, WhileNotLending
+from streamrl.engine.policies.lending import BorrowReplicas, LendTrainer, WhileNotLending
 from streamrl.engine.policies.migration import MoveOverrun, MoveRollouts, MoveStragglers
 from streamrl.engine.policies.oversampling import DropSurplus, KeepSurplus, SkipUniform
 from streamrl.engine.policies.resize import (
@@ -130,7 +130,7 @@ def build_policies(run: Run) -> list[Policy]:
             run.evaluation if execute.checkpoints.keep_best else None,
         ),
         # before the policies that give the trainer work
-        ResizeTrainers(),
+        BorrowReplicas() if run.trainer.borrows else ResizeTrainers(),
         *([SkipUniform(LEADER)] if skips_uniform else []),
         *([DropStale(system.staleness_bound)] if system.over_staleness == "drop" else []),
         TakeInLine(LEADER),
@@ -277,7 +277,8 @@ def _streaming(
             return Stream(trainer, config.micro_batch, PASSES_PER_COMMAND)
         case "whole-batch":
             most = most_per_command(config, rollouts_per_step, name)
-            return WholeBatch(trainer, most, shares_gpus)
+            before_more = most_per_command(config, rollouts_per_step, "stream")
+            return WholeBatch(trainer, most, shares_gpus, before_more)
         case _:
             assert_never(name)
 
@@ -397,6 +398,7 @@ def build_state(run: Run, *, is_endless: bool = False) -> State:
             run.as_seen_by(number).algorithm,
             share,
             takes_unfinished=is_strict and number == LEADER,
+            borrowable=run.borrowed_ranks if number == LEADER else 0,
         )
         for number, share in enumerate((None, *map(StreamShare.of, run.followers)))
     ]
@@ -453,6 +455,7 @@ def _build_side(
     share: StreamShare | None,
     *,
     takes_unfinished: bool = False,
+    borrowable: int = 0,
 ) -> TrainerSide:
     """Return the state of a trainer before it starts, with the algorithm as it sees it."""
     return TrainerSide(
@@ -465,4 +468,5 @@ def _build_side(
         data_parallel=config.data_parallel,
         share=share,
         most_gen_batches=algorithm.max_gen_batches if algorithm.leaves_out_uniform else 1,
+        borrowable=borrowable,
     )

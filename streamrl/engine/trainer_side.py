@@ -263,6 +263,8 @@ class TrainerSide:
 
     data_parallel: int = 1
     """Data-parallel ranks of its last start or resize."""
+    borrowable: int = 0
+    """Data-parallel ranks that replicas' GPUs can add; 0 if it borrows none."""
     version: int = 0
     checkpoint_version: int = 0
     is_ready: bool = False
@@ -347,6 +349,14 @@ class TrainerSide:
     def can_resize(self) -> bool:
         """Whether its ranks may change now: it is free, and has computed nothing for its next step."""
         return self.is_free and not self.batch.is_begun
+
+    @property
+    def has_borrowed(self) -> bool:
+        """Whether GPUs of replicas are among its ranks, or join or leave them now."""
+        if not self.borrowable:
+            return False
+        is_larger = self.is_up and self.data_parallel > self.wanted_ranks
+        return is_larger or isinstance(self.command, ResizeTrainer)
 
     @property
     def is_unsaved(self) -> bool:

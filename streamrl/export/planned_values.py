@@ -419,6 +419,8 @@ def _lending(lent: RolloutConfig | None) -> Iterator[PlannedValue]:
 
 def _resizes(trainer: TrainerConfig) -> Iterator[PlannedValue]:
     """Yield the changes of the trainer's ranks, if there are any."""
+    if trainer.borrows:
+        yield PlannedValue("borrows", "trainer.borrows", "GPUs of idle replicas train", ALWAYS)
     if trainer.resize:
         changes = (f"{each.data_parallel} from step {each.step}" for each in trainer.resize)
         shown = f"data_parallel {', '.join(changes)}"

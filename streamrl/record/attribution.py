@@ -10,7 +10,7 @@ held-out prompts by a replica that generates nothing for training meanwhile.
 | start-up     | replica, trainer, verifier | its own start, or that of replicas that start with it   |
 | failure      | replica, trainer, verifier | a replacement replica, or the restart of a lost trainer |
 | sync         | replica, trainer, verifier | weights that are pushed or loaded                       |
-| switch       | replica on trainer GPUs    | GPUs that change sides: they are lent, or taken back    |
+| switch       | replica                    | its GPUs, which it gets from the trainer or gives to it |
 | kv-transfer  | replica, trainer           | KV caches from prefill replicas, while nothing decodes  |
 | skew         | replica, trainer           | stragglers of the step, while other replicas are idle   |
 | pipeline     | replica                    | the trainer (on-policy: generation cannot run ahead)    |
@@ -25,7 +25,8 @@ held-out prompts by a replica that generates nothing for training meanwhile.
 | start        |                            |                                                         |
 | verifier     | replica, trainer           | rewards, while the trainer is idle                      |
 | checkpoint   | trainer                    | the disk                                                |
-| resize       | trainer                    | data-parallel ranks that are added or removed           |
+| resize       | trainer                    | data-parallel ranks that are added or removed, borrowed |
+|              |                            | ones too                                                |
 | backpressure | replica                    | space for finished rollouts                             |
 | evaluation   | replica, trainer, verifier | an evaluation on held-out prompts, while training waits |
 | wind-down    | replica, verifier          | the end of the run: all prompts are drawn (off-policy)  |
@@ -36,6 +37,7 @@ Verifiers are a side only where they have GPUs. Each worker computes one reward 
 without a reward to compute waits for rollouts, or for the same cause as replicas.
 
 GPUs of the primary trainer that are lent to replicas count as the trainer's. Their activity is that of the replica.
+GPUs of replicas that the trainer borrows count as the trainer's while they are among its ranks.
 
 GPUs that replicas and the primary trainer share count once, as one side. Their activity is that of
 the role that works, generation before training. While neither works, they wait for the same cause
@@ -266,6 +268,8 @@ class AttributionReader(MessageReader):
             yield from _shared_shares(counts, run.rollout, run.trainer, run.num_gpus, is_on_policy)
         else:
             for kind, (name, degree) in enumerate(self._degrees):
+                if counts.kinds[kind]["borrowed"]:
+                    continue  # its GPUs are ranks of the trainer
                 for activity, replicas in _replica_shares(counts, kind, is_on_policy):
                     yield name, activity, replicas * degree
             num_lent = 0

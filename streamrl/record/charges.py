@@ -183,7 +183,9 @@ class PaidGpus:
             if side.kind == "rollout":
                 kind = run.rollout.kinds[side.of_kind]
                 added -= away.get(side.of_kind, 0.0) * kind.gpus_per_replica
-            elif side.kind == "trainer" and not side.trainer and num_ranks is not None:
+            elif side.trainer or num_ranks is None or run.trainer.borrows:
+                pass  # its ranks do not change, or the run pays for all GPUs of them anyway
+            elif side.kind == "trainer":
                 added = run.trainer.num_gpus * (num_ranks / run.trainer.data_parallel - 1)
             sides.append(PaidSide(side, side.num_gpus + added))
         return cls(run.cluster.pools, sides, sandbox_rent(run.environment))

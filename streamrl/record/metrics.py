@@ -221,6 +221,17 @@ class LendingMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Share in which they changed sides."""
 
 
+class BorrowingMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """How often GPUs of replicas trained, over the counted steps."""
+
+    steps: Count
+    """Counted steps."""
+    num_borrowed: Count
+    """Those in which GPUs were borrowed."""
+    training: NotNegative
+    """Share of all seconds in which they were among the trainer's ranks, the switches of ranks included."""
+
+
 class ResizeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """A change of the primary trainer's data-parallel ranks."""
 
@@ -271,6 +282,8 @@ class Metrics(Speed, frozen=True, kw_only=True):
     """Rollouts that the primary trainer never trained on, by reason."""
     lending: LendingMetrics | None = None
     """None without `[lending]`."""
+    borrowing: BorrowingMetrics | None = None
+    """None without `trainer.borrows`. Then `resizes` is empty."""
     resizes: list[ResizeMetrics] = msgspec.field(default_factory=list)
     """All changes of the primary trainer's ranks, in order."""
     wasted: dict[str, float] = msgspec.field(default_factory=dict)
@@ -470,7 +483,18 @@ def measure_read(
                 seconds=end - begin,
             )
             for begin, end, data_parallel in reader.ranks.changes
+            if not trace.run.trainer.borrows
         ],
+        borrowing=None
+        if not trace.run.trainer.borrows
+        else _borrowing(
+            reader.ranks,
+            steps.ended_at,
+            (first, last),
+            window,
+            trace.run.trainer.data_parallel,
+            trace.run.borrowed_ranks,
+        ),
         wasted=_wasted(reader.flow, leader.made.num_tokens[first - 1 : last], window),
         trainers=list(_trainers(trace.run.followers, reader.flow, window)),
         tiers=tiers,
@@ -507,6 +531,24 @@ def _lending(
         num_lent=sum(first <= step <= last for step in lent),
         generating=generating,
         switching=own.idle.get(SWITCH, 0.0),
+    )
+
+
+def _borrowing(
+    ranks: PaidRanks,
+    ended_at: Sequence[float],
+    counted_steps: tuple[int, int],
+    window: tuple[float, float],
+    num_own: int,
+    num_borrowed: int,
+) -> BorrowingMetrics:
+    """Return how often the trainer borrowed GPUs in the counted steps, which last for `window` in seconds."""
+    first, last = counted_steps
+    grown = {bisect_right(ended_at, begin) + 1 for begin, _, now in ranks.changes if now > num_own}
+    return BorrowingMetrics(
+        steps=last - first + 1,
+        num_borrowed=sum(first <= step <= last for step in grown),
+        training=(ranks.mean(*window) - num_own) / num_borrowed,
     )
 
 

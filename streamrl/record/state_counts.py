@@ -137,6 +137,8 @@ class ChangeReader(MessageReader):
             for kind, own in enumerate(run.rollout.kinds)
         ]
         self._lent_kind = run.rollout.num_kinds
+        self._borrowed = run.rollout.replicas if run.trainer.borrows else 0
+        """Replicas whose GPUs are the ranks that the trainer adds."""
         self._untaken += [CountChange(0.0, "away", 1, n) for n in trainers if n in joined]
 
     def handlers(self) -> Iterator[Handlers]:
@@ -162,6 +164,9 @@ class ChangeReader(MessageReader):
         steps = [*pairwise(self._ranks.ranks)]
         for time, (before, after) in zip(self._ranks.since[1:], steps, strict=True):
             yield CountChange(time, "added ranks", after - before, LEADER)
+            if self._borrowed:
+                by = self._borrowed if after > before else -self._borrowed
+                yield CountChange(time, "borrowed", by, kind=0)
         self._ranks.since[:-1] = []
         self._ranks.ranks[:-1] = []
 
@@ -262,6 +267,8 @@ class _RunChanges(_Source):
             self.changes.append(CountChange(time, "wanted", 1, kind=kind))
 
     def _lend(self, command: Lend, time: float) -> None:
+        if self._kinds.get(command.replica) != self._lent_kind:
+            return  # the GPUs are its own
         self._lent[command.replica] = None
         self.changes.append(CountChange(time, "replicas", 1, kind=self._lent_kind))
 

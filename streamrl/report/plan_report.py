@@ -225,7 +225,9 @@ def total_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     )
     yield from map(partial_node_text, plan.partial_nodes)
     if plan.lending is not None:
-        yield lending_text(plan.lending)
+        yield lending_text(plan.lending, "[lending]")
+    if plan.borrowing is not None:
+        yield lending_text(plan.borrowing, "trainer.borrows")
     if plan.disaggregation is not None:
         yield disaggregation_text(plan.disaggregation)
     if plan.spot is not None:
@@ -272,12 +274,12 @@ def partial_node_text(part: PartialNode) -> str:
     )
 
 
-def lending_text(lending: PlannedLending) -> str:
-    """Return what lending GPUs of the trainer changes, and whether the plan's file has it."""
+def lending_text(lending: PlannedLending, setting: str) -> str:
+    """Return what GPUs that change sides by a setting change, and whether the plan's file has it."""
     if lending.reason:
-        return f"without [lending]: {lending.reason}"
+        return f"without {setting}: {lending.reason}"
     change = lending.step_time_lent / lending.step_time - 1
-    seconds = f"a step takes {format_step_time(lending.step_time_lent, None)} with [lending], {change:+.1%}"
+    seconds = f"a step takes {format_step_time(lending.step_time_lent, None)} with {setting}, {change:+.1%}"
     if lending.is_taken:
         return f"{seconds}; the plan's file has it, other figures here are without it"
     return f"{seconds}; that is no gain, so the plan's file leaves it out"

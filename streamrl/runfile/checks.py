@@ -36,7 +36,6 @@ from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.policy_checks import POLICY_CHECKS
 from streamrl.runfile.roles_config import (
     NARROW,
-    LendingConfig,
     ReplicasConfig,
     RewardConfig,
     RolloutConfig,
@@ -402,12 +401,13 @@ def check_faults(
     faults: tuple[FaultConfig, ...],
     steps: int,
     reward_model: RewardConfig | None,
-    lending: LendingConfig | None,
+    *,
+    changes_sides: bool,
 ) -> None:
     """Raise `RunError` where a fault has no moment, or several, or says too little or too much."""
     for number, fault in enumerate(faults):
         key = f"faults.{number}"
-        _check_victim(fault, f"{key}.kind", reward_model, lending)
+        _check_victim(fault, f"{key}.kind", reward_model, changes_sides=changes_sides)
         _check_moment(fault, key, steps)
         for name in ("duration", "factor"):
             _check_said(fault, key, name)
@@ -417,11 +417,12 @@ def _check_victim(
     fault: FaultConfig,
     key: str,
     reward_model: RewardConfig | None,
-    lending: LendingConfig | None,
+    *,
+    changes_sides: bool,
 ) -> None:
-    if fault.kind in OF_LENDING and lending is None:
-        text = f"{key} {fault.kind!r} strikes when GPUs change sides: add the section [lending]"
-        raise RunError(key, fault.kind, None, text, ("lending",))
+    if fault.kind in OF_LENDING and not changes_sides:
+        text = f"{key} {fault.kind!r} strikes when GPUs change sides: add the section [lending], or trainer.borrows"
+        raise RunError(key, fault.kind, None, text, ("lending", "trainer.borrows"))
     if fault.kind in OF_REWARD_MODEL and reward_model is None:
         text = f"{key} {fault.kind!r} needs a reward model, but no [[verifier.reward]] is one"
         raise RunError(key, fault.kind, None, text, ("verifier.reward",))
@@ -765,7 +766,10 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),
     lambda run: check_faults(
-        run.faults, run.algorithm.steps, run.verifier.reward_model, run.lending
+        run.faults,
+        run.algorithm.steps,
+        run.verifier.reward_model,
+        changes_sides=run.lending is not None or run.trainer.borrows,
     ),
     lambda run: check_rewards(run.verifier, run.rollout.max_tokens),
     lambda run: check_prompt_sources(run.workload, run.verifier),

@@ -265,6 +265,20 @@ class Run(Section, frozen=True, kw_only=True):
         return found
 
     @property
+    def borrowed_ranks(self) -> int:
+        """Data-parallel ranks for which the GPUs of all replicas suffice; 0 if the primary trainer borrows none."""
+        each = self.trainer.num_gpus // self.trainer.data_parallel
+        return self.rollout.num_gpus // each if self.trainer.borrows else 0
+
+    @property
+    def trainer_ranks(self) -> list[int]:
+        """Every number of data-parallel ranks that the primary trainer may have by its run file."""
+        ranks = [data_parallel for _, data_parallel in self.trainer.sizes]
+        if self.trainer.borrows:
+            ranks.append(self.trainer.data_parallel + self.borrowed_ranks)
+        return ranks
+
+    @property
     def replica_kinds(self) -> tuple[RolloutConfig, ...]:
         """What each kind of replica is by itself; the last ones may be on GPUs of the primary trainer."""
         lent = self.lent

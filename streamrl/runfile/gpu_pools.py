@@ -401,7 +401,20 @@ def check_resizable(
     trainer: TrainerConfig, policies: PoliciesConfig, lending: LendingConfig | None
 ) -> None:
     """Raise `RunError` if the primary trainer shards its state over ranks, or others use its GPUs or take its place."""
-    key = "trainer.resize"
+    if trainer.borrows:
+        text = "trainer.resize does not work with trainer.borrows, which changes the ranks by itself; remove one of them"
+        raise RunError("trainer.resize", trainer.sizes[1:], None, text, ("trainer.borrows",))
+    check_joinable("trainer.resize", trainer.sizes[1:], trainer, policies, lending)
+
+
+def check_joinable(
+    key: str,
+    wanted: object,
+    trainer: TrainerConfig,
+    policies: PoliciesConfig,
+    lending: LendingConfig | None,
+) -> None:
+    """Raise `RunError` if no rank can join the primary trainer, as the setting `key` with the value `wanted` needs."""
     for name, value, needed in (
         ("trainer.zero", trainer.zero, 0),
         ("trainer.expert_parallel", trainer.expert_parallel, 1),
@@ -418,7 +431,40 @@ def check_resizable(
     ):
         if is_used:
             text = f"{key} does not work with {name}, because {why}; remove one of them"
-            raise RunError(key, trainer.sizes[1:], None, text)
+            raise RunError(key, wanted, None, text)
+
+
+def _check_borrowing(
+    trainers: tuple[TrainerConfig, ...],
+    rollout: RolloutConfig,
+    policies: PoliciesConfig,
+    lending: LendingConfig | None,
+) -> None:
+    """Refuse a trainer that borrows GPUs which cannot be its ranks, or which other policies reckon with."""
+    key, trainer = "trainer.borrows", trainers[0]
+    for number, follower in enumerate(trainers[1:], start=1):
+        if follower.borrows:
+            name = f"{trainer_key(number)}.borrows"
+            text = f"{name} must be absent: only the primary trainer borrows GPUs; remove it"
+            raise RunError(name, True, OneOf([False]), text)
+    if not trainer.borrows:
+        return
+    check_joinable(key, True, trainer, policies, lending)
+    each = trainer.num_gpus // trainer.data_parallel
+    for name, value, is_right, must in (
+        ("rollout.pool", rollout.pool, rollout.pool == trainer.pool, f"be {trainer.pool!r}"),
+        ("rollout.others", len(rollout.others), not rollout.others, "be absent"),
+        (
+            "rollout.replicas",
+            rollout.replicas,
+            not rollout.num_gpus % each,
+            f"have a multiple of {each} GPUs, which one data-parallel rank has,",
+        ),
+        ("policies.resize", policies.resize, policies.resize == "keep", "be 'keep'"),
+    ):
+        if not is_right:
+            text = f"{name} must {must} with {key}, got {value!r}; change it, or remove {key}"
+            raise RunError(name, value, None, text, (key,))
 
 
 def _check_order(key: str, sizes: Sequence[tuple[int, int]], steps: int) -> None:
@@ -645,6 +691,7 @@ POOL_CHECKS: tuple[Callable[[Run], None], ...] = (
     lambda run: _check_changes_of_ranks(
         run.trainers, run.algorithm.steps, run.policies, run.lending
     ),
+    lambda run: _check_borrowing(run.trainers, run.rollout, run.policies, run.lending),
     lambda run: _check_follower_names(run.followers, run.rollout.num_kinds),
     lambda run: _check_verifier(run.verifier),
     lambda run: _check_num_gpus(

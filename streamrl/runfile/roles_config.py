@@ -576,6 +576,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Simulated: seconds until a started trainer is ready."""
     resize: tuple[TrainerResize, ...] = ()
     """Changes of `data_parallel` during the run, in order of steps."""
+    borrows: bool = False
+    """Whether the GPUs of all replicas join as data-parallel ranks while nothing is left to generate for the
+    next step, if this saves more time than the switches take. They return after the step. Needs
+    `zero = 0` and replicas in the trainer's pool. Executed by backend torch with launcher local.
+    """
     rank_start_time: Duration | None = None
     """Simulated: seconds until an added rank has its process, its libraries and an empty model. The trainer
     waits for it. Absent: `start_time`.

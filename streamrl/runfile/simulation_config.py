@@ -123,8 +123,8 @@ class FaultConfig(Section, frozen=True, kw_only=True):
     kind: FaultKind
     """- replica-hangs: the process stops and does not report it.
     - replica-garbles: its answer is invalid.
-    - replica-dies-returning: it dies while the trainer takes its GPUs back (`[lending]`).
-    - trainer-dies-lending: it dies while it lends its GPUs (`[lending]`).
+    - replica-dies-returning: it dies while the trainer gets its GPUs (`[lending]`, `trainer.borrows`).
+    - trainer-dies-lending: it dies while a replica gets GPUs from it (`[lending]`, `trainer.borrows`).
     - link-slows: a push takes `factor` times as long.
     - link-drops: a push is lost on its way.
     - verifier-stalls: no reward arrives.

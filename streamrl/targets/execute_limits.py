@@ -69,7 +69,11 @@ def check_back_ends(run: Run) -> None:
     _refuse(_limits_of_model(model))
     _refuse(_limits_of_servers(rollout, policies, execute.launcher))
     if run.lending is not None:
-        _refuse(_limits_of_lending(rollout.backend, execute, sync.mode))
+        where = "for [lending], or remove that section"
+        _refuse(_limits_of_lending(rollout.backend, execute, sync.mode, where))
+    if run.trainer.borrows:
+        where = "for trainer.borrows, or remove that key"
+        _refuse(_limits_of_lending(rollout.backend, execute, sync.mode, where))
     check_replicas(rollout, model, execute.device, pools)
     _refuse(_limits_of_engine(rollout, model, run.workload, policies.concurrency, own_rank))
     _refuse(_limits_of_attention(model, kinds, run.trainers))
@@ -97,7 +101,7 @@ def check_back_ends(run: Run) -> None:
             run.trainer,
             devices,
             shares_gpus=policies.shares_gpus,
-            lends_gpus=run.lending is not None,
+            lends_gpus=run.lending is not None or run.trainer.borrows,
         )
     )
     _refuse(_limits_of_formats(model, rollout, run.trainer.backend, run.framework.epochs))
@@ -131,6 +135,8 @@ def check_back_end_of(run: Run, trainer: int) -> None:
     device = device_of(execute.device, run.cluster.pools[own.pool])
     if own.resize:
         _refuse(limits_of_resize(key, own, execute.launcher))
+    if own.borrows:
+        _refuse(limits_of_resize(key, own, execute.launcher, "borrows"))
     _refuse(_limits_of_computation(key, own, seen.algorithm, run.model))
     _refuse(_limits_of_passes(key, own, seen.algorithm, run.framework.optimizer_steps, takes_turns))
     _refuse(_limits_of_layout(key, own, run.model, has_adapters=run.sync.adapter_rank is not None))
@@ -506,10 +512,9 @@ def _limits_of_temperature(
 
 
 def _limits_of_lending(
-    backend: RolloutBackend, execute: ExecuteConfig, sync_mode: SyncMode
+    backend: RolloutBackend, execute: ExecuteConfig, sync_mode: SyncMode, where: str
 ) -> Iterator[Limit]:
-    """Yield the limits of replicas on GPUs of the primary trainer."""
-    where = "for [lending], or remove that section"
+    """Yield the limits of replicas whose GPUs train too; `where` says for which setting."""
     can_sleep = engine_named(backend).can_sleep
     yield Limit("rollout.backend", backend, can_sleep, f"'transformers' or 'vllm' {where}")
     launcher = execute.launcher
@@ -821,15 +826,17 @@ def _limits_of_ranks(
     )
 
 
-def limits_of_resize(key: str, trainer: TrainerConfig, launcher: str) -> Iterator[Limit]:
-    """Yield the limits of a trainer whose data-parallel ranks change during the run."""
+def limits_of_resize(
+    key: str, trainer: TrainerConfig, launcher: str, setting: str = "resize"
+) -> Iterator[Limit]:
+    """Yield the limits of a trainer whose data-parallel ranks change during the run, because of a setting."""
     able = [name for name in TRAINING_BACKENDS.own if training_backend_named(name).changes_ranks]
     yield Limit(
         f"{key}.backend",
         trainer.backend,
         training_backend_named(trainer.backend).changes_ranks,
         f"{' or '.join(map(repr, able))} for a trainer whose ranks change, because each rank must have all weights and all of the optimizer",
-        f"--set {key}.backend={able[0]} --set {key}.zero=0, or remove {key}.resize",
+        f"--set {key}.backend={able[0]} --set {key}.zero=0, or remove {key}.{setting}",
     )
     for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
         degree = getattr(trainer, name)
@@ -838,14 +845,14 @@ def limits_of_resize(key: str, trainer: TrainerConfig, launcher: str) -> Iterato
             degree,
             degree == 1,
             "1 for an executed trainer whose ranks change",
-            f"--set {key}.{name}=1, or remove {key}.resize",
+            f"--set {key}.{name}=1, or remove {key}.{setting}",
         )
     yield Limit(
         "execute.launcher",
         launcher,
         launcher == "local",
         "'local' for a trainer whose ranks change",
-        f"--set execute.launcher=local, or remove {key}.resize",
+        f"--set execute.launcher=local, or remove {key}.{setting}",
     )
 
 

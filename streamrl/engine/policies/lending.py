@@ -1,6 +1,6 @@
-"""When GPUs of the primary trainer generate: while it would wait for rollouts.
+"""When GPUs change sides: those of the primary trainer generate while it waits, or those of replicas train meanwhile.
 
-At the beginning of a step the trainer lends its GPUs, if the coming step lacks enough rollouts. It takes them back once
+`LendTrainer`: at the beginning of a step the trainer lends its GPUs, if the coming step lacks enough rollouts. It takes them back once
 a share of the step's rollouts is ready. The rollouts that run there then continue on other replicas, whose KV cache is
 computed again. The rules and the default values are those of verl's `trainer.v1.separate_async.hybrid_rollout`
 (github.com/verl-project/verl, verl/trainer/ppo/v1/trainer_separate_async.py):
@@ -13,6 +13,17 @@ computed again. The rules and the default values are those of verl's `trainer.v1
 
 Two rules are our additions. Waits are summed over four steps, because batches that are generated together make steps of
 alternating length. If no rollout waits when GPUs are lent, other replicas hand over the rollouts that they got last.
+
+`BorrowReplicas`: once all rollouts of the coming step are ready and no replica has work, all replicas sleep and their
+GPUs join the trainer as data-parallel ranks. They return after the step. Its rule is the same one, the other way round:
+
+    borrow if   left x train_time x gain > switch_time
+    gain        borrowed ranks / all ranks
+    left        rollouts of the step that the trainer has not begun
+    train_time  seconds of passes for each rollout in the last three steps, with the trainer's own ranks only
+    switch_time mean of the last three changes, there and back
+
+Replicas are borrowed only together. So whatever GPU a lost replica had, its replacement finds it free after the step.
 """
 
 from __future__ import annotations
@@ -24,9 +35,18 @@ from typing import NamedTuple
 
 from streamrl.engine.engine import Policy
 from streamrl.engine.entities import Replica
-from streamrl.engine.messages import Abort, Command, Generated, Lend, TakeBack
+from streamrl.engine.estimates import StepTimes
+from streamrl.engine.messages import (
+    Abort,
+    Command,
+    Generated,
+    Lend,
+    ResizeTrainer,
+    TakeBack,
+)
 from streamrl.engine.policies.evaluation import take_optional
 from streamrl.engine.state import State
+from streamrl.engine.trainer_side import TrainerSide
 
 STEP_UP, STEP_DOWN = 0.05, 0.03
 """Change of the share after `PATIENCE` steps in which the trainer waited, or did not wait, for rollouts."""
@@ -176,9 +196,7 @@ class LendTrainer:
 
     def _lend(self, state: State) -> Iterator[Command]:
         """Yield the commands that lend GPUs to all sleeping replicas, once these can load the trainer's weights."""
-        is_lost = state.pushed_version > state.leader.version
-        is_pushed = state.pushing is None and not state.must_push and not is_lost
-        if not is_pushed or not state.leader.can_lend or not state.fleet.asleep:
+        if not _is_pushed(state) or not state.leader.can_lend or not state.fleet.asleep:
             return
         self._lending_since = state.now
         for replica in list(state.fleet.asleep):
@@ -207,6 +225,144 @@ class WhileNotLending:
     def decide(self, state: State) -> Iterable[Command]:
         """Yield the trainer's next work, unless it waits."""
         return () if self.lending.holds_trainer else self.policy.decide(state)
+
+
+class BorrowReplicas:
+    """Let the GPUs of all replicas train while nothing is left to generate for the coming step, if that pays."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        """Version whose next step borrows GPUs; None if none does."""
+        self._last: StepTimes | None = None
+        self._is_new = True
+        """Whether the other ranks have never joined the running trainer. They then also load their models, so the first
+        switch does not count.
+        """
+        self._num_alone: int | None = None
+        """Rollouts of the step that the trainer's own ranks trained on, before the others joined."""
+        self._train_times = deque[float](maxlen=WINDOW)
+        self._to_borrow, self._to_return = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+        """Seconds of the last switches."""
+        self._borrowing_since: float | None = None
+        self._returning_since: float | None = None
+        self._leaving_time = 0.0
+        """Seconds in which the borrowed ranks last left."""
+        self._waking_since: float | None = None
+
+    def decide(self, state: State) -> Iterable[Command]:
+        """Yield the commands that borrow GPUs or return them."""
+        leader = state.leader
+        self._see_switches(state)
+        self._learn(leader)
+        if self._version is not None and self._is_over(state):
+            self._version = None
+        if leader.has_borrowed:
+            return self._return(state)
+        if self._version is not None:
+            return self._borrow(state)
+        if state.fleet.asleep:
+            return self._wake(state)
+        if _has_nothing_to_generate(state) and self._pays(leader):
+            return self._take(state)
+        return ()
+
+    def _is_over(self, state: State) -> bool:
+        """Return whether the step is over, or a replica was lost before its GPUs joined."""
+        leader, fleet = state.leader, state.fleet
+        is_whole = leader.has_borrowed or len(fleet.replicas) == fleet.num_wanted
+        return leader.version != self._version or not leader.is_ready or not is_whole
+
+    def _pays(self, leader: TrainerSide) -> bool:
+        """Return whether borrowing saves more than both switches take; unknown times count as if it did."""
+        batch = leader.batch
+        left = leader.rollouts_per_step - len(batch.in_gradient) - len(batch.in_hand)
+        if not left or not (self._train_times and self._to_borrow and self._to_return):
+            return left > 0
+        gain = leader.borrowable / (leader.data_parallel + leader.borrowable)
+        switch_time = fmean(self._to_borrow) + fmean(self._to_return)
+        return left * fmean(self._train_times) * gain > switch_time
+
+    def _learn(self, leader: TrainerSide) -> None:
+        """Measure the last step."""
+        last = leader.pace.last
+        if last is None or last is self._last:
+            return
+        self._last = last
+        own, needed = leader.wanted_ranks, leader.rollouts_per_step
+        num_alone = needed if self._num_alone is None else self._num_alone
+        together = (needed - num_alone) * own / (own + leader.borrowable)
+        passes_time = last.training_time - last.update_time
+        self._train_times.append(passes_time / (num_alone + together))
+        self._num_alone = None
+
+    def _see_switches(self, state: State) -> None:
+        """Measure the switches that have ended; those of a lost trainer do not count."""
+        leader, fleet = state.leader, state.fleet
+        is_changing = isinstance(leader.command, ResizeTrainer)
+        if not leader.is_ready:
+            self._borrowing_since, self._is_new = None, True
+        elif self._borrowing_since is not None and leader.has_borrowed and not is_changing:
+            if not self._is_new:
+                self._to_borrow.append(state.now - self._borrowing_since)
+            self._borrowing_since, self._is_new = None, False
+            self._num_alone = len(leader.batch.in_gradient)
+        if self._returning_since is not None and not is_changing:
+            self._leaving_time = state.now - self._returning_since
+            self._returning_since = None
+        if self._waking_since is not None and all(r.is_serving for r in fleet.replicas.values()):
+            self._to_return.append(self._leaving_time + state.now - self._waking_since)
+            self._waking_since = None
+
+    def _take(self, state: State) -> Iterator[Command]:
+        self._version = state.leader.version
+        self._borrowing_since = state.now if state.leader.is_free else None
+        for replica in list(state.fleet.replicas):
+            yield TakeBack(replica)
+
+    def _borrow(self, state: State) -> Iterator[Command]:
+        """Yield the change of ranks, once all replicas sleep and the trainer is free."""
+        leader, fleet = state.leader, state.fleet
+        if leader.is_free and len(fleet.asleep) == len(fleet.replicas) and not state.is_stopping:
+            if self._borrowing_since is None:
+                self._borrowing_since = state.now
+            yield ResizeTrainer(leader.id, leader.data_parallel + leader.borrowable)
+
+    def _return(self, state: State) -> Iterator[Command]:
+        """Yield the change of ranks after the step, unless the run ends with it."""
+        leader = state.leader
+        if self._version is None and leader.can_resize and not _needs_nobody(state):
+            self._returning_since = state.now
+            yield ResizeTrainer(leader.id, leader.wanted_ranks)
+
+    def _wake(self, state: State) -> Iterator[Command]:
+        """Yield the commands that let replicas generate again, once they can load the newest weights."""
+        if not _is_pushed(state) or _needs_nobody(state):
+            return
+        self._waking_since = state.now
+        for replica in list(state.fleet.asleep):
+            yield Lend(replica, state.pushed_version)
+
+
+def _needs_nobody(state: State) -> bool:
+    """Return whether no replica generates any more, because the run ends."""
+    return state.is_stopping and not state.awaits_evaluation
+
+
+def _has_nothing_to_generate(state: State) -> bool:
+    """Return whether all rollouts of the coming step are ready, and all replicas are idle with the newest weights."""
+    fleet, leader, own = state.fleet, state.leader, state.evaluations
+    if len(fleet.idle) != len(fleet.replicas) or _num_ready(state) < leader.rollouts_per_step:
+        return False
+    is_quiet = not state.num_drawing and not state.is_generating and state.waiting.first() is None
+    is_whole = leader.is_ready and len(fleet.replicas) == fleet.num_wanted
+    is_evaluating = own is not None and (own.is_pending or own.has_open_rollouts)
+    return is_quiet and is_whole and state.is_synced and not is_evaluating and not state.is_stopping
+
+
+def _is_pushed(state: State) -> bool:
+    """Return whether replicas can load the trainer's weights."""
+    is_lost = state.pushed_version > state.leader.version
+    return state.pushing is None and not state.must_push and not is_lost
 
 
 def _num_ready(state: State) -> int:

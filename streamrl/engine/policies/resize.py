@@ -75,7 +75,8 @@ class KeepReplicas:
         if not state.is_stopping:
             yield from self._start_trainers(state)
         is_lost = state.pushed_version > state.leader.version or state.has_new_weights
-        if not is_lost:  # the pushed version
+        # a replica would start on GPUs that the trainer has borrowed
+        if not is_lost and not state.leader.has_borrowed:
             yield from self._start_replicas(state)
 
     def _start_trainers(self, state: State) -> Iterator[Command]:

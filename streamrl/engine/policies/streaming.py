@@ -66,10 +66,14 @@ class Stream:
 class WholeBatch:
     """Train on a step's rollouts once all of them are ready and every replica is in sync."""
 
-    def __init__(self, trainer: int, most: int, shares_gpus: bool = False) -> None:
+    def __init__(
+        self, trainer: int, most: int, shares_gpus: bool = False, before_more: int | None = None
+    ) -> None:
         self.trainer = trainer
         self.most = most
         """Maximum rollouts in one command."""
+        self.before_more = before_more or most
+        """The same while GPUs of replicas may still join, which they do between two commands."""
         self.shares_gpus = shares_gpus
         """Whether it also waits until nothing is generated. Surplus rollouts of a step may still
         run then.
@@ -87,10 +91,12 @@ class WholeBatch:
             return ()
         if self.shares_gpus and state.is_generating:
             return ()
+        may_join = trainer.borrowable and not trainer.has_borrowed
+        most = self.before_more if may_join else self.most
         if batch.unscored:
-            return (Score(_ids(batch.unscored, self.most), trainer.id),)
+            return (Score(_ids(batch.unscored, most), trainer.id),)
         if batch.trainable:
-            return (Train(_ids(batch.trainable, self.most), trainer.id),)
+            return (Train(_ids(batch.trainable, most), trainer.id),)
         return (_step(trainer),)
 
     def is_at_rest(self, state: State) -> bool:
