@@ -472,6 +472,14 @@ class TransferRole(Protocol):
     async def prepare(self) -> None:
         """Prepare for pushes when the trainer has started, so that its next step cannot overtake a waiting push."""
 
+    async def reach(self, replica: int) -> None:
+        """Start whatever a replica's place needs for weights, while the replica starts.
+
+        A machine may refuse new processes once it is about to be taken away. So no push starts one there.
+
+        Raises `ConnectionError` if it does not start.
+        """
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to all places from which replicas load.
 

@@ -573,7 +573,9 @@ class RealWorld(World[Trace]):
         place = self._launcher.place_of(command.replica)
         self._transfer.join(command.replica, place, replica)
         manifest = await self._transfer.fetch(command.version, command.replica)
-        started = await replica.start(command, manifest)
+        started, _ = await asyncio.gather(
+            replica.start(command, manifest), self._transfer.reach(command.replica)
+        )
         if is_lent:
             await replica.take_back()
             await self._lent_gpus.take_back(command.replica)

@@ -107,6 +107,9 @@ class ScriptedTransfer(TransferRole):
     async def prepare(self) -> None:
         self._is_prepared = True
 
+    async def reach(self, replica: int) -> None:
+        pass
+
     async def fetch(self, version: int, replica: int) -> Manifest | None:
         if version not in self.manifests and version in self._pushed:
             raise ConnectionError(f"weights of step {version} are gone")

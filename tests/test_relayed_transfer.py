@@ -241,6 +241,36 @@ def test_once_prepared_a_push_reaches_the_trainer_before_what_is_begun_after_it(
     run(go, Bench())
 
 
+def test_a_push_starts_no_relay_where_a_replica_is_up() -> None:
+    async def go(bench: Bench) -> None:
+        async def refuse(place: str | None) -> Handle:
+            raise WorkerLostError(f"{place} drains")
+
+        await bench.transfer.prepare()
+        for replica in (0, 1):
+            await bench.transfer.reach(replica)
+        bench.transfer._start_relay = refuse
+        await bench.push(1)
+        await bench.check(1)
+
+    run(go, Bench())
+
+
+def test_relays_of_several_sites_start_at_the_same_time() -> None:
+    async def go(bench: Bench) -> None:
+        all_begun = asyncio.Barrier(2)
+
+        async def start(place: str | None) -> Handle:
+            await all_begun.wait()
+            return await bench.start(place)
+
+        bench.transfer._start_relay = start
+        await asyncio.gather(*map(bench.transfer.reach, (0, 1, 0)))
+        assert [len(relays) for relays in bench.relays.values()] == [1, 1]
+
+    run(go, Bench())
+
+
 def test_a_version_on_its_way_stays_where_an_older_one_is_let_go_of() -> None:
     async def go(bench: Bench) -> None:
         await bench.push(1)

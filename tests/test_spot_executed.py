@@ -14,6 +14,7 @@ import pytest
 from streamrl.cli.notice import notice
 from streamrl.engine.messages import (
     Event,
+    Failed,
     MachineReplaced,
     ReplicaLeaving,
     ReplicaLost,
@@ -25,7 +26,7 @@ from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.subscribers.attach_requests import Notice, ask
 from streamrl.executor.world import RealWorld
 from streamrl.runfile.config import Run
-from tests.scripted import make_world
+from tests.scripted import ScriptedLauncher, ScriptedTransfer, make_world
 from tests.test_execute import real_run
 from tests.traces import (
     check_every_command_ends_once,
@@ -35,14 +36,14 @@ from tests.traces import (
 Act = Callable[[RealWorld, Event, State], None]
 
 
-def execute(run: Run, act: Act, **options: Any) -> Trace:
-    """Run scripted roles to the end; `act` is told every event."""
+def execute(run: Run, act: Act, parts: dict[str, Any] | None = None, **options: Any) -> Trace:
+    """Run scripted roles to the end; `act` is told every event. `parts` are those of `make_world`."""
 
     async def go() -> Trace:
         def watch(event: Event, state: State, now: float) -> None:
             asyncio.get_running_loop().call_soon(act, world, event, state)
 
-        world = make_world(run, {"slowest": 0.01, **options}, watch=watch)
+        world = make_world(run, {"slowest": 0.01, **options}, watch=watch, **(parts or {}))
         with contextlib.closing(world._directory):
             return await world.run()
 
@@ -121,6 +122,33 @@ def test_a_replica_with_time_is_emptied_and_one_without_is_killed(tmp_path: Path
     assert lost[0].reason.endswith("its machine was taken away")
     assert len(lost) == 1 and len(stopped) >= 1
     assert len(told(trace, MachineReplaced)) >= 1
+
+
+def test_a_machine_that_takes_no_relay_for_its_replica_any_more_costs_no_restart(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path, policies__max_restarts=0, algorithm__steps=2)
+    begun = asyncio.Event()
+
+    class Draining(ScriptedLauncher):
+        def leaving(self) -> dict[int, float]:
+            begun.set()
+            return {1: 20.0}
+
+    class Relayed(ScriptedTransfer):
+        async def reach(self, replica: int) -> None:
+            if replica == 1:
+                await begun.wait()
+                await asyncio.sleep(0.05)
+                raise ConnectionError("the relay does not start")
+
+    parts = {"launcher_class": Draining, "make_transfer": Relayed}
+    trace = execute(run, lambda world, event, state: None, parts)
+    check(trace, tmp_path)
+    failures = [failed.reason for failed in told(trace, Failed)]
+    assert failures == ["ConnectionError: the relay does not start"]
+    assert 1 in [event.replica for event in told(trace, ReplicaLeaving)]
+    assert not told(trace, ReplicaLost)
 
 
 def test_a_request_from_another_process_reaches_the_run_and_bad_ones_are_refused(

@@ -98,9 +98,9 @@ class RayLauncher(Launcher):
         own = self._roles.rollout.kinds[kind]
         name = f"replica-{replica_id}"
         (actor,) = await self._reserve([name], [self._bundle(own.pool, own.tensor_parallel)])
-        await self._begin(actor, REPLICA, config, name)
         assert actor.whereabouts is not None
-        self._node_of[replica_id] = actor.whereabouts.node
+        self._node_of[replica_id] = actor.whereabouts.node  # its node may drain while it starts
+        await self._begin(actor, REPLICA, config, name)
         return actor
 
     async def _start_trainer(self, number: int, config: Config) -> Handle:

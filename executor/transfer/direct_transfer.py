@@ -92,6 +92,9 @@ class DirectTransfer(TransferRole):
     async def prepare(self) -> None:
         """Do nothing: the first push makes the group."""
 
+    async def reach(self, replica: int) -> None:
+        """Do nothing: replicas receive weights in their own processes."""
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Pack a version, and send it to all replicas that have started."""
         version = command.version

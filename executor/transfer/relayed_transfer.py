@@ -2,6 +2,9 @@
 
 A site receives each version once. It receives the whole version, the changes since the newest version that it has, or
 adapters. If a site rejects a delta because it restarted or lacks data, it receives the whole version.
+
+The relay of a site starts with the first replica there, not with the first push. By then the machine may be about to
+be taken away, and Ray starts no actor on a node that drains.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import logging
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -104,7 +108,8 @@ class RelayedTransfer(TransferRole):
         """Parcels by checksum of the result and of the base."""
         self._wanted = RetainedVersions()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._starting = asyncio.Lock()
+        self._starting: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By site: held while its relay starts. None: the one on the trainer's machine."""
         self._fan_out = FanOut()
 
     def join(self, replica: int, place: str, target: WeightTarget | None = None) -> None:
@@ -121,6 +126,10 @@ class RelayedTransfer(TransferRole):
             await self._near_place()
         except ConnectionError as error:
             logger.warning(f"{error}; the next push tries again")
+
+    async def reach(self, replica: int) -> None:
+        """Start the relay of a replica's site, unless it is there."""
+        await self._place(self._place_of[replica])
 
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Send a version to every site that has replicas."""
@@ -250,7 +259,7 @@ class RelayedTransfer(TransferRole):
     # Sites --------------------------------------------------------------------------------------
 
     async def _near_place(self) -> Site:
-        async with self._starting:
+        async with self._starting[None]:
             near = self._near
             if near is not None and (near.handle.is_lost or near.where != self._trainer_place()):
                 self._lose(near)  # it died while idle, or the trainer restarted on another machine
@@ -259,7 +268,7 @@ class RelayedTransfer(TransferRole):
             return self._near
 
     async def _place(self, name: str) -> Site:
-        async with self._starting:
+        async with self._starting[name]:
             known = self._places.get(name)
             if known is not None and known.handle.is_lost:  # it died while idle
                 self._lose(known)

@@ -69,6 +69,9 @@ class Transfer(TransferRole):
     async def prepare(self) -> None:
         """Do nothing: the directory exists already."""
 
+    async def reach(self, replica: int) -> None:
+        """Do nothing: replicas read the directory themselves."""
+
     async def push(self, command: PushWeights) -> WeightsPushed:
         """Write a version to the shared directory."""
         try:
