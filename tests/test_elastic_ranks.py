@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from streamrl.engine.messages import Lent, Stepped, TrainerResized
 from streamrl.engine.trace import read_trace, replay
@@ -26,6 +28,7 @@ from streamrl.executor.launchers.launcher import TRAINER, worker_environment
 from streamrl.executor.launchers.local_launcher import LOOPBACK
 from streamrl.executor.launchers.processes import begin_for
 from streamrl.executor.roles import Sample, TrainerRole
+from streamrl.executor.trainer import joining
 from streamrl.executor.trainer.trainer_settings import TrainerSettings
 from streamrl.executor.trainer.trainer_worker import TrainerWorker
 from streamrl.record.run_directory import read_metrics
@@ -181,6 +184,18 @@ def test_ranks_that_join_in_the_middle_of_a_batch_change_no_weights(
             return await weights_of(remote(TrainerRole, trainer.handles), 3, tmp_path)
 
     assert gap(alone, run(go())) < GAP
+
+
+def test_a_state_is_described_in_plain_data() -> None:
+    tensors = [torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(7)]
+    state = {"weights": tensors, "optimizer": {0: {"step": 1.0}}, "sums": Counter(kl=0.5)}
+    received = joining._allocated(joining._described(state), torch.device("cpu"))
+    assert [(t.shape, t.dtype) for t in received["weights"]] == [
+        (t.shape, t.dtype) for t in tensors
+    ]
+    assert {**received, "weights": tensors} == state
+    with pytest.raises(TypeError, match="type code cannot be sent"):
+        joining._described({"code": (lambda: None).__code__})
 
 
 @pytest.mark.fsdp2

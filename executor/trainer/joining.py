@@ -15,12 +15,17 @@ The first rank and the new ones form a group for this. The other ranks that stay
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from streamrl.executor.trainer.rank_group import RankGroup
+
+BLANK = 1
+"""Code of the MessagePack extension that stands for a tensor: its shape, dtype and kind of device."""
 
 
 class Joinable(Protocol):
@@ -31,15 +36,6 @@ class Joinable(Protocol):
 
     def take_state(self, state: dict[str, Any]) -> None:
         """Continue from the state of another rank."""
-
-
-class Blank(NamedTuple):
-    """A tensor that is still to be received."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: str
-    """Type of its device."""
 
 
 def hand_over(ranks: RankGroup, num_kept: int, state: Any, device: str) -> Any:
@@ -60,39 +56,53 @@ def hand_over(ranks: RankGroup, num_kept: int, state: Any, device: str) -> Any:
     group = dist.new_group(members)
     if ranks.rank not in members:
         return None
-    described = [_described(state) if ranks.is_first else None]
-    dist.broadcast_object_list(described, 0, group=group)
+    described = _broadcast(ranks, _described(state) if ranks.is_first else b"", group)
     if not ranks.is_first:
-        state = _allocated(described[0], torch.device(device))
+        state = _allocated(described, torch.device(device))
     ranks.broadcast(list(_tensors(state)), group)
     dist.destroy_process_group(group)
     return None if ranks.is_first else state
 
 
-def _described(state: Any) -> Any:
-    """Return a state with a `Blank` in place of each tensor."""
-    return _mapped(state, torch.Tensor, lambda t: Blank(t.shape, t.dtype, t.device.type))
+def _described(state: Any) -> bytes:
+    """Encode a state without the contents of its tensors."""
+    return msgspec.msgpack.encode(state, enc_hook=_blank)
 
 
-def _allocated(described: Any, device: torch.device) -> Any:
-    """Return a state with an uninitialized tensor in place of each `Blank`; those of GPUs are on `device`."""
+def _blank(tensor: Any) -> msgspec.msgpack.Ext:
+    """Return the shape, dtype and kind of device of a tensor.
 
-    def allocate(blank: Blank) -> torch.Tensor:
-        place = torch.device("cpu") if blank.device == "cpu" else device
-        return torch.empty(blank.shape, dtype=blank.dtype, device=place)
+    Raises:
+        TypeError: it is no tensor, and nothing else that MessagePack has.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"a value of type {type(tensor).__name__} cannot be sent to a rank that joins"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    described = (list(tensor.shape), dtype, tensor.device.type)
+    return msgspec.msgpack.Ext(BLANK, msgspec.msgpack.encode(described))
 
-    return _mapped(described, Blank, allocate)
+
+def _allocated(described: bytes, device: torch.device) -> Any:
+    """Return the state of `_described` with uninitialized tensors; those of GPUs are on `device`."""
+    return msgspec.msgpack.decode(described, ext_hook=partial(_allocate, device))
 
 
-def _mapped(state: Any, kind: type, change: Any) -> Any:
-    """Return a state with each value of a type replaced by `change` of it."""
-    if isinstance(state, kind):
-        return change(state)
-    if isinstance(state, dict):
-        return {key: _mapped(value, kind, change) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)([_mapped(value, kind, change) for value in state])
-    return state
+def _allocate(device: torch.device, code: int, data: memoryview) -> torch.Tensor:
+    shape, dtype, kind = msgspec.msgpack.decode(data, type=tuple[list[int], str, str])
+    place = torch.device("cpu") if kind == "cpu" else device
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+
+
+def _broadcast(ranks: RankGroup, data: bytes, group: dist.ProcessGroup) -> bytes:
+    """Return the bytes of the first rank."""
+    size = torch.tensor([len(data)])
+    ranks.broadcast([size], group)
+    content = bytearray(data if ranks.is_first else int(size))
+    sent = torch.frombuffer(content, dtype=torch.uint8)
+    ranks.broadcast([sent], group)
+    return bytes(content)  # `sent` shares its memory
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
