@@ -72,7 +72,7 @@ def test_every_second_of_a_profile_is_at_its_pace_and_nothing_else_is(tmp_path: 
     once = whole.optimizer
     rows = {"mixed": MIXED, "sharing": SHARING, "relay": RELAY, "reward": tuple(whole.train)}
     whole = replace(whole, turnover=once, handling=once, handling_over_ray=once, **rows)
-    whole = replace(whole, push_over_ray=once)
+    whole = replace(whole, push_over_ray=once, lend=once, take_back=once)
     before, after = (to_builtins(one) for one in (whole, scaled_to_mean_speed(whole)))
     assert seconds_of(after) == pytest.approx([1.5 * one for one in seconds_of(before)])
     assert len(seconds_of(before)) > 100

@@ -50,6 +50,7 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     assert {(row.rollouts, row.tokens) for row in found.reward} == {(1, 15), (4, 15), (1, 63)}
     assert found.reward_model is not None and found.reward_model.name == "judge"
     assert found.push.bytes == found.load.bytes > 4 * found.model.num_parameters
+    assert found.lend is not None and found.take_back is not None
     assert (found.gpu, found.dtype, found.backend) == ("cpu", "float32", "transformers")
     assert not found.shares_prefixes and found.pads_context
     assert found.pace != 1  # the readings of a point differ, and their mean is not their median

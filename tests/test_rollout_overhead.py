@@ -98,6 +98,20 @@ def test_each_rollout_takes_its_turnover_of_its_replica(tmp_path: Path) -> None:
     assert longer >= 0.5 * EXCESS * run.algorithm.rollouts_per_step
 
 
+def test_a_switch_of_sides_takes_what_its_profile_says(tmp_path: Path) -> None:
+    model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
+    profile = make_profile(model)
+    write_measured(profile, path)
+    run = measured_run(model, path, policies__system="disaggregated", lending={"replicas": 1})
+    before = Costs.load(run).lending
+    lend, back = (ModelOperation(seconds=(s, s, s)) for s in (2 * EXCESS, EXCESS))
+    write_measured(replace(profile, lend=lend, take_back=back), path)
+    after = Costs.load(run).lending
+    assert before is not None and after is not None and before.return_time == 0
+    assert after.lend_time == pytest.approx(before.lend_time + 2 * EXCESS)
+    assert after.return_time == pytest.approx(EXCESS)
+
+
 def test_handling_is_timed_by_executing_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,8 @@ class Readings:
     optimizer: list[float] = field(default_factory=list)
     push: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
+    lend: list[float] = field(default_factory=list)
+    take_back: list[float] = field(default_factory=list)
     pack: dict[SyncMode, list[float]] = field(default_factory=lambda: defaultdict(list))
     unpack: dict[SyncMode, list[float]] = field(default_factory=lambda: defaultdict(list))
     packed: dict[SyncMode, tuple[int, int]] = field(default_factory=dict)

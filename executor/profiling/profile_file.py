@@ -225,6 +225,8 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         environment_start=_once(readings.environment_start),
         handling_over_ray=_once(readings.handling_over_ray),
         push_over_ray=_once(readings.push_over_ray),
+        lend=_once(readings.lend),
+        take_back=_once(readings.take_back),
     )
 
 

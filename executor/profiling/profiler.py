@@ -37,6 +37,7 @@ from streamrl.executor.roles import Request, Sample
 from streamrl.executor.tokens import encode_ids
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 from streamrl.hardware.node_readings import DecodeReading
+from streamrl.runfile.backend_choice import engine_named
 
 REPLICA = "streamrl.executor.profiling.timed_workers:TimedReplica"
 TRAINER = "streamrl.executor.profiling.timed_workers:TimedTrainer"
@@ -137,6 +138,9 @@ class _Bench:
         self._has_adapters = setup.lora_rank is not None
         self._served_rank = setup.lora_rank if setup.serves_adapters else None
         self._backend = setup.backend
+        engine = engine_named(setup.backend)
+        self._sleeps = engine.can_sleep and not engine.reserves_memory
+        """Whether a replica can sleep that was not started for that alone, in another mode."""
         self._readings = readings
         self._watch = watch
         self._random = random.Random(0)
@@ -166,6 +170,7 @@ class _Bench:
             "temperature": 1.0,
             "seed": 0,
             "backend": self._backend,
+            "takes_turns": self._sleeps,
             "adapter_rank": self._served_rank,
             "shares_prefixes": False,
             "memory_utilization": HALF,
@@ -391,6 +396,20 @@ class _Bench:
             await self._seconds(trainer)
             self._watch("call")
 
+    async def _time_switches(self, replica: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
+        """Measure the sleep of one role and the wake-up of the other, both ways, if the replica sleeps."""
+        if not self._sleeps:
+            return
+        began_at = time.perf_counter()
+        await replica.sleep()
+        asleep_at = time.perf_counter()
+        await trainer.sleep()
+        await replica.wake()
+        lent_at = time.perf_counter()
+        await trainer.wake()
+        self._readings.lend.append(lent_at - asleep_at)
+        self._readings.take_back.append(asleep_at - began_at + time.perf_counter() - lent_at)
+
     async def time_sync(
         self, replica: TimedReplicaRole, trainer: TimedTrainerRole, relays: RelayBench
     ) -> None:
@@ -415,6 +434,7 @@ class _Bench:
             began_at = time.perf_counter()
             await replica.load(loaded, drain=True)
             self._readings.load.append(time.perf_counter() - began_at)
+            await self._time_switches(replica, trainer)
             if not self._has_adapters:
                 await relays.time(pushed, self._readings)
         finally:

@@ -40,7 +40,12 @@ from streamrl.sim.costs.curves import DecodeCurve, PrefillCurve, compose_decode,
 from streamrl.sim.costs.inference import Shard
 from streamrl.sim.costs.interconnect import Interconnect
 from streamrl.sim.costs.kernels import Kernels
-from streamrl.sim.costs.machine_profile import MachineCosts, MeasuredPrefill, MeasuredTraining
+from streamrl.sim.costs.machine_profile import (
+    MachineCosts,
+    MeasuredPrefill,
+    MeasuredTraining,
+    switch_times,
+)
 from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.costs.resizing import ResizingCosts
 from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards, reward_costs
@@ -414,8 +419,8 @@ def _with_lending(costs: Costs, resolved: ResolvedRun) -> Costs:
         raise of_lent(error) from None
     own = own_switch(run.framework, alone.trainer.pool.gpu)
     lending = LendingCosts.of(alone.replica, alone.trainer, own)
-    if run.costs.profile is not None:  # of CPUs, where nothing moves but new weights
-        lending = LendingCosts(lent.sync.load_time, 0.0, lent.sync.tier, lent.sync.sources)
+    if run.costs.profile is not None:
+        lending = _measured_switches(lent.sync, Path(run.costs.profile))
     provenance = {**costs.provenance, "switch": Provenance.of(lending.tier, lending.sources)}
     return replace(costs, lent=lent, lending=lending, provenance=provenance)
 
@@ -449,11 +454,17 @@ def _with_borrowing(costs: Costs, resolved: ResolvedRun) -> Costs:
     own = own_switch(resolved.run.framework, resolved.trainer.pool.gpu)
     sync = costs.sync
     switch = LendingCosts(sync.load_time + own.seconds, 0.0, sync.tier, (*sync.sources, own.source))
-    if resolved.run.costs.profile is not None:  # of CPUs, without calls of a framework
-        switch = LendingCosts(sync.load_time, 0.0, sync.tier, sync.sources)
+    if resolved.run.costs.profile is not None:
+        switch = _measured_switches(sync, Path(resolved.run.costs.profile))
     provenance = {**costs.provenance, "switch": Provenance.of(switch.tier, switch.sources)}
     resizing = replace(costs.resizing, start_time=0.0)
     return replace(costs, lending=switch, resizing=resizing, provenance=provenance)
+
+
+def _measured_switches(sync: SyncCosts, profile: Path) -> LendingCosts:
+    """Return the seconds of both switches on the machine of a profile; the replica also loads new weights."""
+    lend_time, return_time = switch_times(profile)
+    return LendingCosts(sync.load_time + lend_time, return_time, sync.tier, sync.sources)
 
 
 def _check(resolved: ResolvedRun) -> None:

@@ -203,6 +203,16 @@ class MachineCosts:
         )
 
 
+def switch_times(path: Path) -> tuple[float, float]:
+    """Return the seconds in a profile that GPUs take to change sides: to the replica, beside its load, and back.
+
+    Raises:
+        ValueError: the file is no profile.
+    """
+    profile = scaled_to_mean_speed(read_measured(path))
+    return _once(profile.lend), _once(profile.take_back)
+
+
 def _once(measured: ModelOperation | None) -> float:
     return 0.0 if measured is None else measured.seconds[MEDIAN]
 

@@ -13,6 +13,7 @@ median, upper quartile] of the repeats. Tables:
 | score    | a forward pass over the same                                                       |
 | call     | overhead of a call of the trainer without its passes, for `tokens` of rollouts sent |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
+| lend, take_back | what a trainer and a replica take to change sides on a device, beside the load: one sleeps, and the other wakes up |
 | sharing  | speeds of roles that compute at the same time on one host's cores, relative to alone |
 | reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
 | turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
@@ -242,6 +243,9 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     """None if Ray was not measured, and in profiles of earlier versions."""
     turnover: ModelOperation | None = None
     """None in profiles of earlier versions."""
+    lend: ModelOperation | None = None
+    take_back: ModelOperation | None = None
+    """Both None if the engine cannot sleep without a mode of its own, and in profiles of earlier versions."""
     reward: tuple[PassRow, ...] = ()
     """Empty without a reward model."""
     reward_model: MeasuredModel | None = None
@@ -251,6 +255,7 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
 ONCE = (
     *("optimizer", "push", "load", "turnover"),
     *("handling", "action", "environment_start", "handling_over_ray", "push_over_ray"),
+    *("lend", "take_back"),
 )
 """Tables of one row."""
 
@@ -493,6 +498,8 @@ TIMED = (
     "environment_start",
     "handling_over_ray",
     "push_over_ray",
+    "lend",
+    "take_back",
 )
 """Tables of seconds that `scaled_to_mean_speed` scales. `turnover` is one of them, although each of its measurements lasts
 a second: slow periods last several seconds, so its median excludes them too."""
