@@ -255,7 +255,7 @@ bench-learners: $(READY)
 	$(BIN)/python -m benchmarks.bench_learners
 
 bench-lending: $(READY)
-	$(BIN)/python -m benchmarks.bench_lending
+	$(BIN)/python -m benchmarks.bench_lending --page docs/fidelity.md
 
 bench-profile: $(READY)
 	$(BIN)/python -m benchmarks.bench_profile

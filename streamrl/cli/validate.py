@@ -18,6 +18,7 @@ from streamrl.hardware.step_errors import PATH, step_errors
 from streamrl.report.fidelity import (
     ASYNCHRONY,
     EXECUTED,
+    LENDING,
     fidelity_page,
     figure_picture,
     figure_table,
@@ -254,7 +255,7 @@ def write_page(found: list[PaperFigure], output: Path, sets: dict[str, list[Row]
     page = fidelity_page(found, constants(), PICTURES, first, stamp())
     file = output / "fidelity.md"
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
-    for title in (EXECUTED, ASYNCHRONY):
+    for title in (EXECUTED, ASYNCHRONY, LENDING):
         page = with_section(page, title, section_of(before, title))
     write_file(file, page)
     if len(sets) == len(ROWS):

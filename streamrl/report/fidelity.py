@@ -12,7 +12,9 @@ from streamrl.sim.fidelity.paper_figure import PaperFigure
 
 EXECUTED = "Executed runs and their simulations"
 ASYNCHRONY = "Gain of asynchrony, executed and simulated"
-"""Section of docs/fidelity.md that `make bench-reality` writes. `streamrl validate` writes all others."""
+"""These sections of docs/fidelity.md are written by `make bench-reality`."""
+LENDING = "Gain of lending, executed and simulated"
+"""This one is written by `make bench-lending`. `streamrl validate` writes all others."""
 PAPER_HEADING = "## The paper\n"
 PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 
