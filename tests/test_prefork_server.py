@@ -322,7 +322,6 @@ def test_a_nursery_whose_modules_start_threads_is_an_error(
 def test_a_stopped_nursery_delays_no_end_and_the_next_worker_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "SILENCE", 1.0)
     monkeypatch.setattr(processes, "LOOK_TIME", 0.2)
     parents: list[int] = []
 
@@ -332,7 +331,7 @@ def test_a_stopped_nursery_delays_no_end_and_the_next_worker_has_another(
             return
         os.kill(seen.parent, signal.SIGSTOP)
         with pytest.raises(WorkerLostError, match="does not start: the prefork server gave no"):
-            await LocalProcess.start(ROLE, {}, tmp_path / "other", {}, begin=fork)
+            await LocalProcess.start(ROLE, {}, tmp_path / "other", {}, patience=1.0, begin=fork)
         assert await handle.call("look", returns=Seen) == seen  # its own worker goes on
 
     for _ in range(2):

@@ -273,7 +273,8 @@ class LocalProcess(Handle):
         ours, theirs = socket.socketpair()
         try:
             with log.open("ab") as output, theirs:
-                process = await begin(role_path, theirs, output, {**os.environ, **environment})
+                whole = {**os.environ, **environment}
+                process = await begin(role_path, theirs, output, whole, patience)
         except BaseException as error:
             ours.close()  # a worker that is forked later finds its connection closed
             if isinstance(error, TimeoutError):

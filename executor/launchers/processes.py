@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
+from math import inf
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -36,10 +37,8 @@ CLOSED = -1
 """Descriptor of a closed socket."""
 MOST_BYTES = 32
 """Maximum size of an answer of the prefork server, in bytes."""
-SILENCE = 60.0
-"""Seconds in which a prefork server must answer or use CPU time; the default of `execute.patience`."""
-IMPORT_SILENCE = 600.0
-"""The same while it imports libraries, which may wait for a slow disk."""
+FACTOR = 10
+"""A prefork server that imports libraries may be silent for this multiple of `execute.patience`: the disk may be slow."""
 LOOK_TIME = 1.0
 """Seconds between two looks at the CPU time of a prefork server."""
 STATUS_TIME = 1.0
@@ -63,8 +62,9 @@ class WorkerProcess(Protocol):
         """Kill it, if it is alive."""
 
 
-Begin = Callable[[str, socket.socket, BinaryIO, Environment], Awaitable[WorkerProcess]]
-"""Starts a worker from its role, its end of the connection, its log and its whole environment."""
+Begin = Callable[[str, socket.socket, BinaryIO, Environment, float], Awaitable[WorkerProcess]]
+"""Starts a worker from its role, its end of the connection, its log, its whole environment, and `execute.patience` in
+seconds."""
 
 
 def begin_for(device: str, backend: object = None) -> Begin:
@@ -102,9 +102,13 @@ def _imports_of(backend: object) -> tuple[str, ...]:
 
 
 async def spawn(
-    role: str, connection: socket.socket, log: BinaryIO, environment: Environment
+    role: str,
+    connection: socket.socket,
+    log: BinaryIO,
+    environment: Environment,
+    patience: float = inf,
 ) -> WorkerProcess:
-    """Start a worker that imports its libraries itself."""
+    """Start a worker that imports its libraries itself; this waits for nothing."""
     return _start([worker.MODULE, role, str(connection.fileno())], connection, log, environment)
 
 
@@ -124,10 +128,14 @@ def _start(
 
 
 async def fork(
-    role: str, connection: socket.socket, log: BinaryIO, environment: Environment
+    role: str,
+    connection: socket.socket,
+    log: BinaryIO,
+    environment: Environment,
+    patience: float,
 ) -> WorkerProcess:
     """Fork a worker from a prefork server with the common imports; see `fork_from`."""
-    return await fork_from(COMMON, role, connection, log, environment)
+    return await fork_from(COMMON, role, connection, log, environment, patience)
 
 
 async def fork_from(
@@ -136,29 +144,34 @@ async def fork_from(
     connection: socket.socket,
     log: BinaryIO,
     environment: Environment,
+    patience: float,
 ) -> WorkerProcess:
     """Fork a worker from a prefork server with these imports; start the server if there is none.
 
     Raises:
         ChildProcessError: two prefork servers have died; their output is in `log`.
-        TimeoutError: the prefork server neither answers nor computes. The next call starts another one.
+        TimeoutError: the prefork server neither answers nor computes for `patience` seconds, or `FACTOR` times as long
+            while it imports. The next call starts another one.
     """
     os.umask(umask := os.umask(0o077))  # it may differ from that of the server's start
     request = prefork_server.WorkerRequest(role, environment, str(Path.cwd()), umask)
     for _ in range(2):  # the first server may just have ended because it was idle
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        with theirs:
-            server = _prefork_server_for(environment, modules, log)
-            descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
-            with suppress(BrokenPipeError, ConnectionResetError):
-                prefork_server.send(server.control, request, descriptors)
         try:
-            pid = await _answer_of(server, ours)
+            with theirs:
+                server = _prefork_server_for(environment, modules, log)
+                limit = patience if server.has_answered else FACTOR * patience
+                server.control.settimeout(limit)
+                descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    prefork_server.send(server.control, request, descriptors)
+            pid = await _answer_of(server, ours, limit)
         except TimeoutError:
             ours.close()
             server.is_stuck = True
-            raise
+            text = f"the prefork server gave no sign of life for {limit:.0f} s"
+            raise TimeoutError(text) from None
         if pid:
             server.has_answered = True
             return Forked(int(pid), ours)
@@ -167,10 +180,9 @@ async def fork_from(
     raise ChildProcessError("the prefork server, from which workers are forked, has died")
 
 
-async def _answer_of(server: PreforkServer, ours: socket.socket) -> bytes:
-    """Return the answer of a prefork server; empty if it has died."""
+async def _answer_of(server: PreforkServer, ours: socket.socket, limit: float) -> bytes:
+    """Return the answer of a prefork server, empty if it has died; raise TimeoutError after `limit` seconds of silence."""
     answer = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, MOST_BYTES))
-    limit = SILENCE if server.has_answered else IMPORT_SILENCE
     silence, ticks = 0.0, 0
     try:
         while silence <= limit:
@@ -181,7 +193,7 @@ async def _answer_of(server: PreforkServer, ours: socket.socket) -> bytes:
             silence = silence + LOOK_TIME if ticks == before else 0.0
     finally:
         answer.cancel()
-    raise TimeoutError(f"the prefork server gave no sign of life for {limit:.0f} s")
+    raise TimeoutError
 
 
 def cpu_ticks(pid: int) -> int:
@@ -298,7 +310,6 @@ def _prefork_server_for(
     with theirs:
         words = [prefork_server.__name__, str(theirs.fileno()), *modules, PADDING]
         process = _start(words, theirs, log, environment)
-    control.settimeout(SILENCE)
     _prefork_servers[key] = [
         *(each for each in known if each.is_stuck),
         PreforkServer(process, control),
