@@ -282,7 +282,7 @@ def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path: Path) -> 
     ("error", "text"),
     [
         (OSError(28, "No space left on device", "runs/trace.jsonl"), "runs/trace.jsonl: No space"),
-        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError(28, "No space left on device"), "No space left on device; free some space"),
     ],
 )
 def test_a_disk_that_is_full_is_said_in_a_line(

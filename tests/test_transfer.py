@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
 from streamrl.executor.roles import Manifest
@@ -226,6 +229,7 @@ def test_a_name_that_is_a_path_is_refused() -> None:
 
 OWNER = """
 import sys, time
+from contextlib import contextmanager
 from pathlib import Path
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 directory = SharedDirectory("owned")
@@ -288,6 +292,35 @@ def test_a_writer_does_not_make_the_directory_of_an_owner_that_ended(tmp_path: P
     with pytest.raises(FileNotFoundError):
         write_buckets([("a", torch.ones(1))], tmp_path / "gone", 1)
     assert not (tmp_path / "gone").exists()
+
+
+@contextmanager
+def most_file_bytes(most: int) -> Iterator[None]:
+    """Let the kernel refuse larger files, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("write", [torch.save, save_file])
+def test_a_disk_that_takes_no_more_of_a_checkpoint_is_named_with_the_file(
+    tmp_path: Path, write: Callable[[object, Path], None]
+) -> None:
+    old = tmp_path / "v000001"
+    old.mkdir()
+    with (
+        most_file_bytes(100_000),
+        pytest.raises(OSError, match=r"File too large; raise the limit .*v000001(/large)?'$"),
+        replaced_directory(old) as partial,
+    ):
+        write({"weights": torch.zeros(100_000)}, partial / "large")
+    assert list(tmp_path.iterdir()) == [old], "the partial checkpoint may have filled the disk"
+    with pytest.raises(ValueError, match=r"^another$"), replaced_directory(old) as partial:
+        (partial / "config.json").write_text("{}")
+        raise ValueError("another")
 
 
 def test_a_replaced_directory_is_the_old_or_the_new_one_whole(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from streamrl.executor.trainer.training_backend import TrainingBackend, weights_
 from streamrl.executor.transfer.packed_weights import separate_cuda_stream
 from streamrl.executor.transfer.shared_memory import (
     NamedTensors,
+    blaming_disk,
     cast_tensors,
     partial_of,
     replaced_directory,
@@ -298,7 +299,8 @@ class Learner:
         """Write weights, optimizer state, version, the model's other files, and checksums of all."""
         if not self.ranks.is_first:
             self.ranks.wait()
-            self._save_models(partial_of(path))
+            with blaming_disk(path):
+                self._save_models(partial_of(path))
             self.ranks.wait()
             return
         with replaced_directory(path) as partial:

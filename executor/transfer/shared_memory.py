@@ -19,12 +19,15 @@ from streamrl.executor.checksums import file_checksum
 from streamrl.executor.roles import Bucket, Manifest
 from streamrl.executor.transfer.bucket_check import run_concurrently
 from streamrl.executor.transfer.shared_directory import version_directory
+from streamrl.runfile.errors import disk_remedy
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors with their names."""
 BUCKET_BYTES = 256 * 2**20
 """Maximum bytes of a bucket: large compared with the cost of opening a file, small enough to stage."""
 
+PROBE_BYTES = 2**20
+"""Bytes that a disk must still take after a failed write; otherwise the disk is the reason. Small beside a checkpoint."""
 LENGTH_BYTES = 8
 """Bytes with the length of the header of a safetensors file."""
 DTYPES = {
@@ -149,21 +152,63 @@ def partial_of(path: Path) -> Path:
 def replaced_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory that replaces `path` when the block ends.
 
-    At any moment `path` is a complete directory (old or new) or absent. If the block raises, the old directory stays.
-    Only one writer at a time may do this.
+    At any moment `path` is a complete directory (old or new) or absent. If the block raises, the old directory stays,
+    and the new one is removed, because it may have filled the disk. Only one writer at a time may do this.
+
+    Raises:
+        OSError: the disk took no more; the error names the file.
     """
     partial, old = partial_of(path), path.with_name(f".{path.name}.old")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for file in (*partial.rglob("*"), partial):
-        _flush(file)
+    try:
+        partial.mkdir(parents=True)
+        with blaming_disk(path):
+            yield partial
+            for file in (*partial.rglob("*"), partial):
+                _flush(file)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if path.exists():
         path.rename(old)
     partial.rename(path)
     _flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def blaming_disk(path: Path) -> Iterator[None]:
+    """If the block fails while the disk takes no more of what replaces `path`, raise the disk's error instead.
+
+    Libraries report a full disk in their own words, and without the file.
+
+    Raises:
+        OSError: the disk is full, or a quota or a limit of file sizes is reached; it names the file.
+    """
+    try:
+        yield
+    except Exception as error:
+        refused = _refused_by_disk(partial_of(path))
+        if refused is None:
+            raise
+        file, reason = refused
+        own = path / file.relative_to(partial_of(path))
+        text = f"{reason.strerror}{disk_remedy(reason)}"
+        raise OSError(reason.errno, text, str(own)) from error
+
+
+def _refused_by_disk(directory: Path) -> tuple[Path, OSError] | None:
+    """Return the file that was written last, and why the disk takes no more of it; None if it does."""
+    files = [(file, file.stat()) for file in directory.rglob("*") if file.is_file()]
+    newest = max(files, key=lambda each: (each[1].st_mtime_ns, each[1].st_ino), default=None)
+    file, size = (directory / "probe", 0) if newest is None else (newest[0], newest[1].st_size)
+    try:
+        with file.open("ab") as probe:
+            os.posix_fallocate(probe.fileno(), size, PROBE_BYTES)
+    except OSError as error:
+        return (directory if newest is None else file), error
+    return None
 
 
 Contents = tuple[dict[str, torch.Tensor], dict[str, str]]

@@ -221,7 +221,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except OSError as error:  # such as a full disk, or a file that was deleted
-        _say(f"{error.filename}: {error.strerror}" if error.filename else error)
+        from streamrl.runfile.errors import disk_remedy  # a list of commands needs no run files
+
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        _say(text + disk_remedy(error))
         sys.exit(FAILED)
 
 

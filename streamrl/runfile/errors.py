@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from itertools import islice
 from math import inf, isfinite
@@ -105,6 +106,18 @@ class RunError(ValueError):
 
 MOST_ERRORS = 100
 """Maximum errors of a run file. For each unknown key, similar keys are searched."""
+
+
+def disk_remedy(error: OSError) -> str:
+    """Return what to do if the disk takes no more, as the end of a message; empty for other errors."""
+    match error.errno:
+        case errno.ENOSPC:
+            return "; free some space there"
+        case errno.EDQUOT:
+            return "; free some space there, or raise the quota"
+        case errno.EFBIG:
+            return "; raise the limit of file sizes (ulimit -f)"
+    return ""
 
 
 def raise_all(errors: Iterable[RunError]) -> None:
