@@ -11,7 +11,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,13 +19,12 @@ from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checksums import find_damage
 from streamrl.record.run_directory import ROLLED_BACK_TO
 from streamrl.record.samples import SampledGroup
+from streamrl.runfile.recorded_numbers import Count
 
 KEPT_CHECKPOINTS = 2  # a crash may have damaged the newest one
 POSITION = "position.json"
 CHECKPOINT = re.compile(r"v[0-9]{6,}")
 """Names of checkpoints."""
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):

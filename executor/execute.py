@@ -540,12 +540,27 @@ async def _execute_in(
         interruption.watch_over(Ending(loop, world.interrupt, world.abandon, world.stop_time, say))
         try:
             await world.run()
-        except RuntimeError as error:
-            if guard.ended is None:
-                raise
-            raise RuntimeError(f"{error}{say()}") from None
+        except (RuntimeError, OSError) as error:
+            raise with_advice(error, directory, say(), how_to_resume) from error.__cause__
         finally:
             guard.end()
+
+
+def with_advice(
+    error: RuntimeError | OSError, directory: RunDirectory, saved: str, how_to_resume: str
+) -> RuntimeError | OSError:
+    """Return the error that ends a run, with how to go on.
+
+    Args:
+        error: an error of the operating system, or of the user's code, stays as it is.
+        directory: the directory of the run.
+        saved: the last step, the last checkpoint, and the command that continues the run.
+        how_to_resume: that command.
+    """
+    if directory.is_gone:
+        what = f"execute.output {directory.path} was removed or moved while the run used it"
+        return RuntimeError(f"{what}; move it back and go on with: {how_to_resume}")
+    return RuntimeError(f"{error}{saved}") if type(error) is RuntimeError else error
 
 
 def make_launcher(roles: PlacedRoles, directory: RunDirectory, configs: RoleConfigs) -> Launcher:

@@ -171,6 +171,11 @@ class RunDirectory(TrainerRecord):
         return checkpoint
 
     @property
+    def is_gone(self) -> bool:
+        """Whether someone removed or moved the directory while the run used it."""
+        return not (self.path / RUN).is_file()
+
+    @property
     def has_run(self) -> bool:
         """Whether the directory has a run: a trace or a checkpoint."""
         is_recorded = (self.path / TRACE).exists() or bool(earlier_trace_numbers(self.path))

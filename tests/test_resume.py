@@ -27,7 +27,7 @@ from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
 from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
 from streamrl.executor.checkup import run_paths
 from streamrl.executor.execute import execute as execute_for_real
-from streamrl.executor.execute import forget_other_samples
+from streamrl.executor.execute import forget_other_samples, with_advice
 from streamrl.executor.record import RunDirectory
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
@@ -256,6 +256,9 @@ DAMAGES = {
     "position negative": lambda path: (path / "position.json").write_text(
         '{"version": 4, "groups_done": -6}'
     ),
+    "position beyond all steps": lambda path: (path / "position.json").write_text(
+        f'{{"version": 4, "groups_done": {2**63}}}'
+    ),
 }
 
 
@@ -434,6 +437,55 @@ def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) ->
         check_prompt_tokens(tmp_path, [*prompts, prompts[0]])
     with pytest.raises(ValueError, match="line 2 differs"):
         check_prompt_tokens(tmp_path, [prompts[0], prompts[0]])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_cut_tokens_of_prompts_are_named_with_what_to_do(tmp_path: Path, share: float) -> None:
+    import numpy as np
+
+    prompts = [np.array(ids, np.int32) for ids in ([1, 2], [3])]
+    write_prompt_tokens(tmp_path, prompts)
+    file = tmp_path / "prompts.npz"
+    os.truncate(file, int(share * file.stat().st_size))
+    with pytest.raises(ValueError, match=r"prompts\.npz: .* remove this file: --resume writes it"):
+        check_prompt_tokens(tmp_path, prompts)
+    file.unlink()
+    check_prompt_tokens(tmp_path, prompts)
+
+
+def test_a_failed_write_of_the_tokens_of_prompts_leaves_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    prompts = [np.array([1, 2], np.int32)]
+    write_prompt_tokens(tmp_path, prompts)
+
+    def refuse(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError, match="No space"):
+        write_prompt_tokens(tmp_path, [np.array([3], np.int32)])
+    check_prompt_tokens(tmp_path, prompts)
+
+
+def test_an_error_that_ends_a_run_says_how_to_go_on(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    (tmp_path / "run.json").touch()
+    stopped, full = RuntimeError("too many failures"), OSError(28, "No space left on device")
+    told = with_advice(stopped, directory, " after step 3: step 2 is saved", "again --resume")
+    assert str(told) == "too many failures after step 3: step 2 is saved"
+    assert with_advice(full, directory, ": step 2 is saved", "again --resume") is full
+    (tmp_path / "run.json").unlink()
+    for error in (stopped, full):
+        told = with_advice(error, directory, "", "again --resume")
+        assert re.fullmatch(
+            r"execute\.output .* was removed or moved .* move it back and go on with: again --resume",
+            str(told),
+        )
 
 
 HOLD = """

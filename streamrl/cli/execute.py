@@ -110,7 +110,8 @@ def execute(
     except OSError:  # such as a full disk
         with suppress(OSError, ValueError):  # that error matters more
             _log_remains(output)
-            echo(_say_saved(output, how), err=True)
+            if (output / TRACE).exists():
+                echo(_say_saved(output, how), err=True)
         raise
     ledger = ledger_of_run(trace, output)
     check_ledger(ledger)

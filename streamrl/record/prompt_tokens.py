@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
+
+from streamrl.runfile.result_files import write_file
 
 PROMPTS = "prompts.npz"
 
@@ -15,9 +19,11 @@ Ids = npt.NDArray[np.int32]
 
 
 def write_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
-    """Write the token ids of every prompt, in order, into a run directory."""
+    """Write the token ids of every prompt, in order, into a run directory, all or none of them."""
     ends = np.cumsum([len(ids) for ids in prompts], dtype=np.int64)
-    np.savez(directory / PROMPTS, ids=np.concatenate(prompts), ends=ends)
+    data = BytesIO()
+    np.savez(data, ids=np.concatenate(prompts), ends=ends)
+    write_file(directory / PROMPTS, data.getvalue())
 
 
 def check_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
@@ -25,11 +31,15 @@ def check_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
 
     A checkpoint records finished prompts by their index, so other prompts would be skipped or repeated.
     """
-    if not (
-        directory / PROMPTS
-    ).exists():  # an earlier version, or the run died before it was written
+    path = directory / PROMPTS
+    if not path.exists():  # an earlier version, or the run died before it was written
         return
-    old_prompts = read_prompt_tokens(directory)
+    try:
+        old_prompts = read_prompt_tokens(directory)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; if workload.prompts is as it was, remove this file: --resume writes it again"
+        ) from None
     if len(old_prompts) != len(prompts):
         raise ValueError(
             f"workload.prompts has {len(prompts)} lines, but the run in {str(directory)!r} was begun with "
@@ -52,7 +62,7 @@ def read_prompt_tokens(directory: Path) -> list[Ids]:
     try:
         with np.load(directory / PROMPTS, allow_pickle=False) as arrays:
             return np.split(arrays["ids"], arrays["ends"][:-1])
-    except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{directory / PROMPTS}: cannot read token ids of prompts: {error}"
         ) from None
