@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import price_of
 from streamrl.record.billing import SANDBOXES
+from streamrl.record.long_column import LongColumn
 from streamrl.record.machines_away import MachinesAway
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.trainer_ranks import RankReader
@@ -250,7 +250,7 @@ class Pushes(MessageReader):
     """
 
     def __init__(self) -> None:
-        self._begun_at = array("d")
+        self._begun_at = LongColumn[float]("d")
         self._num_bytes = self._num_done = 0
 
     def handlers(self) -> Iterator[Handlers]:

@@ -6,7 +6,6 @@ for each step: one number for each key and mark.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf
@@ -16,13 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.hardware.operator_tables import Floats
+from streamrl.record.long_column import LongColumn
 
 Key = TypeVar("Key")
-
-
-FIRST_ROOM = 1 << 15
-"""Slots of a new column. An array of this size gets its own memory pages, which use memory only once
-they are written."""
 
 
 class Pieces(NamedTuple):
@@ -39,8 +34,8 @@ class IntervalSums(Generic[Key]):
     """Sums by key and slot. Slot 0 ends at the first mark, and the last slot begins at the last mark."""
 
     def __init__(self, marks: Iterable[float] = ()) -> None:
-        self.marks = array("d", marks)
-        self._columns: dict[Key, Floats] = {}
+        self.marks = LongColumn[float]("d", marks)
+        self._columns: dict[Key, LongColumn[float]] = {}
 
     def slot_of(self, time: float) -> int:
         """Return the slot that contains an instant; a mark belongs to the slot before it."""
@@ -50,8 +45,10 @@ class IntervalSums(Generic[Key]):
         """Add amounts to the sums of one slot."""
         for key, amount in amounts.items():
             column = self._columns.get(key)
-            if column is None or len(column) <= slot:
-                column = self._columns[key] = _longer(column, slot)
+            if column is None:
+                column = self._columns[key] = LongColumn("d")
+            if len(column) <= slot:
+                column.extend([0.0] * (slot + 1 - len(column)))
             column[slot] += amount
 
     def add_pieces(self, key: Key, slots: npt.NDArray[np.intp], amounts: Floats) -> None:
@@ -88,17 +85,4 @@ class IntervalSums(Generic[Key]):
         """Return the sums between two marks. A `start` of 0 includes the time before the first mark."""
         first = self.slot_of(start) + 1 if start > 0 else 0
         last = self.slot_of(end)
-        return {
-            key: sum(column[first : last + 1].tolist()) for key, column in self._columns.items()
-        }
-
-
-def _longer(column: Floats | None, slot: int) -> Floats:
-    """Return a column that is long enough for a slot, with the old sums."""
-    room = FIRST_ROOM
-    while room <= slot:
-        room *= 2
-    longer = np.zeros(room)
-    if column is not None:
-        longer[: len(column)] = column
-    return longer
+        return {key: sum(column[first : last + 1], 0.0) for key, column in self._columns.items()}

@@ -7,7 +7,6 @@ step and the running activities.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from streamrl.record.charges import PaidGpus, PaidRanks, PaidReplicas, Pushes, e
 from streamrl.record.decode_efficiency import YieldSource
 from streamrl.record.episode_figures import EpisodeMetrics, EpisodeReader
 from streamrl.record.ledger import Ledger, LedgerReader
+from streamrl.record.long_column import LongColumn
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.rollout_flow import Flow
 from streamrl.record.selection import SelectionMetrics
@@ -131,7 +131,7 @@ class RunReader(PaceReader):
         self.attribution = AttributionReader(trace)
         self.ledger = LedgerReader(trace)
         self.episodes = EpisodeReader(trace.run.algorithm.group_size)
-        self.lent_at = array("d")
+        self.lent_at = LongColumn[float]("d")
         """Instants at which GPUs of the primary trainer were lent, in seconds."""
 
     def handlers(self) -> Iterator[Handlers]:

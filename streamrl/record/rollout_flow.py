@@ -8,7 +8,6 @@ numbers for each step.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import ABSENT, LEADER, ROLLED_BACK
 from streamrl.record.interval_sums import IntervalSums
+from streamrl.record.long_column import LongColumn
 from streamrl.record.message_reader import Handlers, MessageReader
 from streamrl.record.selection import Selection
 
@@ -64,12 +64,12 @@ class StepHistory:
     """The steps of one trainer, as columns."""
 
     def __init__(self) -> None:
-        self.ended_at = array("d")
+        self.ended_at = LongColumn[float]("d")
         """Instant at which each step ended."""
-        self.num_rollouts = array("q")
-        self.num_tokens = array("q")
-        self.rewards = array("d")
-        self._behind: dict[int, array[int]] = {}
+        self.num_rollouts = LongColumn[int]("q")
+        self.num_tokens = LongColumn[int]("q")
+        self.rewards = LongColumn[float]("d")
+        self._behind: dict[int, LongColumn[int]] = {}
         """By versions behind: rollouts of each step. A column ends at the last step with such rollouts."""
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class StepHistory:
     def append(self, time: float, made: StepContents) -> None:
         """Add the step that ended at `time` seconds."""
         for lag, count in made.behind.items():
-            column = self._behind.setdefault(lag, array("q"))
+            column = self._behind.setdefault(lag, LongColumn("q"))
             column.extend([0] * (len(self) - len(column)))
             column.append(count)
         self.ended_at.append(time)
@@ -100,9 +100,9 @@ class StepHistory:
             dict(self.staleness(length, len(self))),
         )
         for seconds in (self.ended_at, self.rewards):
-            del seconds[length:]
+            seconds.cut(length)
         for counts in (self.num_rollouts, self.num_tokens, *self._behind.values()):
-            del counts[length:]
+            counts.cut(length)
         return gone
 
 

@@ -14,9 +14,12 @@ rewards or for taking too long are never trained on.
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterator
+from itertools import chain, repeat
 
 import msgspec
+
+from streamrl.record.long_column import LongColumn
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +49,14 @@ class StepSums:
     """Sums of rollouts, tokens and rewards by step, as columns."""
 
     def __init__(self) -> None:
-        self.num, self.tokens, self.rewards = array("q"), array("q"), array("d")
-        self._columns = self.num, self.tokens, self.rewards
+        self.num, self.tokens = LongColumn[int]("q"), LongColumn[int]("q")
+        self.rewards = LongColumn[float]("d")
 
     def add(self, index: int, num: int, tokens: int, reward: float) -> None:
         """Add to the sums of a step; `index` is its index from 0."""
-        for column in self._columns if index >= len(self.num) else ():
-            column.extend([0] * (1 + index - len(column)))
+        missing = [0] * (1 + index - len(self.num))
+        for column in (self.num, self.tokens, self.rewards) if missing else ():
+            column.extend(missing)
         self.num[index] += num
         self.tokens[index] += tokens
         self.rewards[index] += reward
@@ -60,18 +64,18 @@ class StepSums:
     def cut(self, length: int) -> tuple[int, int, float]:
         """Roll back all steps after the first `length`; return their sums."""
         gone = sum(self.num[length:]), sum(self.tokens[length:]), sum(self.rewards[length:])
-        for column in self._columns:
-            del column[length:]
+        for column in (self.num, self.tokens, self.rewards):
+            column.cut(length)
         return gone
 
     def share(self, first: int = 0, last: int | None = None) -> Share:
         """Return the total of steps `first` up to `last`, excluding `last`."""
-        num = sum(self.num[first:last])
-        return Share(
-            rollouts=num,
-            mean_tokens=sum(self.tokens[first:last]) / num if num else None,
-            mean_reward=sum(self.rewards[first:last]) / num if num else None,
-        )
+        num, tokens = sum(self.num[first:last]), sum(self.tokens[first:last])
+        return _share(num, tokens, sum(self.rewards[first:last]))
+
+    def shares(self) -> Iterator[Share]:
+        """Yield the total of each step."""
+        return map(_share, self.num, self.tokens, self.rewards)
 
 
 class Selection:
@@ -122,8 +126,8 @@ class Selection:
 
     def metrics(self) -> SelectionMetrics:
         """Return the comparison of all steps so far."""
-        steps = range(len(self._trained.num))
-        pairs = [(self._trained.share(n, n + 1), self._generated.share(n, n + 1)) for n in steps]
+        generated = chain(self._generated.shares(), repeat(_share(0, 0, 0.0)))
+        pairs = list(zip(self._trained.shares(), generated, strict=False))
         reasons = dict.fromkeys([*self._left_out, *self._unfinished])
         return SelectionMetrics(
             generated=self._generated.share(),
@@ -138,6 +142,13 @@ class Selection:
         finished = self._left_out.get(reason, StepSums()).share()
         unfinished = self._unfinished.get(reason, 0)
         return msgspec.structs.replace(finished, rollouts=finished.rollouts + unfinished)
+
+
+def _share(num: int, tokens: int, rewards: float) -> Share:
+    """Return the share of `num` rollouts from the sums of their tokens and rewards."""
+    if not num:
+        return Share(rollouts=0)
+    return Share(rollouts=num, mean_tokens=tokens / num, mean_reward=rewards / num)
 
 
 def _length_ratio(one: Share, other: Share) -> float | None:
