@@ -331,6 +331,15 @@ def test_no_example_has_an_error(example: Path, tmp_path: Path) -> None:
     assert [finding for finding in report.findings if finding.level == "error"] == []
 
 
+def test_a_model_directory_without_its_config_is_one_error_with_its_remedy(tmp_path: Path) -> None:
+    table = local_table(tmp_path)
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").unlink(missing_ok=True)
+    table["model"] = {"path": str(tmp_path / "model")}
+    told = [each for each in examine(table, NOWHERE).findings if "config.json" in each.text]
+    assert [each.fix[:26] for each in told] == ["save a Hugging Face model "], told
+
+
 def test_exit_status_is_0_without_errors_1_with_errors_and_2_where_nothing_can_be_read(
     tmp_path: Path,
 ) -> None:

@@ -84,7 +84,12 @@ def _examine_run(run: Run, run_file: Path, before: list[Finding]) -> Examination
             *before,
             *(finding for finding in static if finding.text not in known),
             *checkup.examine(mended),
-            *(found for find in _checks_of_this_machine() for found in find(run)),
+            *(
+                found
+                for find in _checks_of_this_machine()
+                for found in find(run)
+                if found.text.removeprefix("execute: ") not in known
+            ),
         ],
         memory=_memory(resolve(run)),
         not_examined=list(dict.fromkeys(f.topic for f in static if f.text in known)),

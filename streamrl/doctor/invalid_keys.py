@@ -376,6 +376,7 @@ def fix_profile_names(run: Run) -> Consistency:
         if run.model.path is not None:
             load_model(run.model)
     except RunError as error:
+        findings = [each for each in findings if each.text != str(error)]
         findings.append(_contradiction_finding(error, _NO_MODEL))
     return Consistency(mended or run, findings)
 
