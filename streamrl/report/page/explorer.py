@@ -17,6 +17,7 @@ from streamrl.report.page.sources import PlanMade
 from streamrl.report.page.what_if_command import changes_of, command_parts, note_of
 from streamrl.report.plan_report import wall_time_ratio
 from streamrl.report.words import SYSTEMS, gpu_word, percent, pool_words, with_pool_words
+from streamrl.runfile.escaping import visible_json
 from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan, PlanOption, WhatIf, WhatIfPlan
 
@@ -36,7 +37,7 @@ def explorer_data(made: PlanMade) -> Markup | None:
         "budget": made.plan.limits.get("budget"),
         "command": command_parts(made, grid),
     }
-    text = msgspec.json.encode(table).decode()
+    text = visible_json(msgspec.json.encode(table).decode())
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
