@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trace import Trace
+from streamrl.record import attribution
 from streamrl.record.attribution import attribute, attribute_sides
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
@@ -192,6 +194,12 @@ def test_a_lost_replica_costs_failure_until_its_replacement_serves() -> None:
         "failure": 2 * 6,  # the replica, and the trainer that has no other
         "pipeline": 4 + 8 + 2,
     }
+
+
+def test_a_replica_that_leaves_while_it_generates_counts_once() -> None:
+    counts = Counter({"replicas": 1, "replica generate": 1, "replica switch": 1})
+    counts["replica evaluate"] = 1
+    assert attribution._num_evaluating(counts) == attribution._num_idle(counts) == 0
 
 
 def test_survivors_of_a_loss_go_on_and_the_trainer_waits_for_their_rollouts() -> None:

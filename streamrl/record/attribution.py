@@ -463,7 +463,8 @@ def _num_not_training(counts: dict[str, int]) -> int:
     """Return the number of started replicas that do nothing for training."""
     is_up = counts["replicas"] - counts["replica start-up"]
     is_awake = is_up - counts["replica sync"] - counts["replica switch"]
-    return is_awake - counts["replica generate"] - counts["replica kv-transfer"]
+    num_idle = is_awake - counts["replica generate"] - counts["replica kv-transfer"]
+    return max(0, num_idle)  # one that leaves may still count as generating for an instant
 
 
 def _num_evaluating(counts: dict[str, int]) -> int:
