@@ -391,9 +391,13 @@ def test_a_request_that_nobody_can_read_is_refused_and_harms_nobody(tmp_path: Pa
     lock = DirectoryLock(tmp_path)
     lock.take()
     files = ControlFiles(tmp_path)
-    (tmp_path / "control" / "1.json").write_bytes(b"\x80\x04.")
-    ((_, what),) = files.take()
-    assert isinstance(what, ValueError) and not list((tmp_path / "control").iterdir())
+    deep = msgspec.json.encode(Attach({})).replace(
+        b"{}", b'{"a":' + b"[" * 100_000 + b"]" * 100_000
+    )
+    for content in (b"\x80\x04.", deep + b"}"):
+        (tmp_path / "control" / "1.json").write_bytes(content)
+        ((_, what),) = files.take()
+        assert isinstance(what, ValueError) and not list((tmp_path / "control").iterdir())
     assert (tmp_path / "control").stat().st_mode & 0o077 == 0
     lock.release()
     with pytest.raises(ValueError, match="no run goes on there"):
@@ -409,10 +413,12 @@ def test_odd_entries_among_requests_are_warned_of_once_and_harm_nobody(
     (tmp_path / "control" / "new.json").mkdir()
     os.mkfifo(tmp_path / "control" / "pipe.json")
     (tmp_path / "control" / "gone.json").symlink_to("nowhere")
+    (tmp_path / "control" / "large.json").touch()
+    os.truncate(tmp_path / "control" / "large.json", 1 << 40)
     (tmp_path / "control" / "1.json").write_bytes(msgspec.json.encode(Detach("late")))
     assert [request for _, request in (*files.take(), *files.take())] == [Detach("late")]
     warned = [record.getMessage() for record in caplog.records]
-    odd = {"old.json", "old", "new.json", "pipe.json", "gone.json"}
+    odd = {"old.json", "old", "new.json", "pipe.json", "gone.json", "large.json"}
     assert sorted(Path(text.split()[0]).name for text in warned) == sorted(odd)
     shutil.rmtree(tmp_path / "control")
     assert not [*files.take(), *files.take()]

@@ -80,6 +80,8 @@ TICK = 0.25
 """Seconds between two polls, on either side. Polling an empty directory takes about 10 µs."""
 ANSWER_TIME = 60.0
 """Seconds in which a run answers. An assumption: it looks for requests four times a second."""
+MOST_BYTES = 1 << 20
+"""Maximum size of a request. The section of a trainer has some kilobytes."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -150,14 +152,17 @@ class ControlFiles:
             try:
                 if not path.is_file():  # reading a named pipe would wait without end
                     raise OSError("it is no file")
-                content = path.read_bytes()
+                with path.open("rb") as file:
+                    content = file.read(MOST_BYTES + 1)
+                if len(content) > MOST_BYTES:
+                    raise OSError(f"it has more than {MOST_BYTES >> 20} MiB")
                 path.unlink()  # a request that stayed would be carried out again
             except OSError as error:
                 self._ignore(path, error)
                 continue
             try:
                 yield path, msgspec.json.decode(content, type=ControlRequest)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 yield path, ValueError(f"no request: {error}")
 
     def answer(self, path: Path, answer: ControlAnswer) -> None:
