@@ -197,7 +197,9 @@ class Replica:
         return ends if self._change is None else [*ends, self._change]
 
     def _broken_off(self, attempt: Attempt) -> Generate | Generated:
-        if attempt.done > attempt.begun_with:
+        run_time = 0.0 if attempt.began_at is None else self._env.now - attempt.began_at
+        is_prefilling = run_time < attempt.prefill_time  # its first token is not computed yet
+        if attempt.done > attempt.begun_with and not is_prefilling:
             return self._ended(attempt, "aborted")
         return Generate(attempt.rollout, self.id, 0)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.engine.messages import ReplicaLost, Stop
+from streamrl.engine.messages import Generated, ReplicaLost, Stop
 from streamrl.engine.trace import Trace, replay
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
@@ -133,3 +133,15 @@ def test_a_run_that_will_lose_more_than_it_replaces_is_told_so() -> None:
     assert "policies.max_restarts=4 stops the run before its end" in note
     enough = {**changes, "policies.max_restarts": 10**9}
     assert "max_restarts" not in measure(simulate_steady(small_run(enough))).note
+
+
+def test_a_replica_that_dies_in_a_prefill_leaves_no_token_of_it() -> None:
+    run = failing(
+        10 * EVERY_5_S,
+        simulate__max_steps=8,
+        algorithm__prompts_per_step=8,
+        workload__lengths__prompt_tokens=2000,
+    )
+    ended = [e.event for e in simulate_steady(run).entries if isinstance(e.event, Generated)]
+    assert any(event.finish == "aborted" for event in ended)
+    assert all(event.prefill_time <= event.run_time + 1e-9 for event in ended)
