@@ -198,8 +198,9 @@ class Replica:
 
     def _broken_off(self, attempt: Attempt) -> Generate | Generated:
         run_time = 0.0 if attempt.began_at is None else self._env.now - attempt.began_at
-        is_prefilling = run_time < attempt.prefill_time  # its first token is not computed yet
-        if attempt.done > attempt.begun_with and not is_prefilling:
+        if run_time < attempt.prefill_time:  # its first token is not computed yet
+            return Generate(attempt.rollout, self.id, 0)
+        if attempt.done > attempt.begun_with:
             return self._ended(attempt, "aborted")
         return Generate(attempt.rollout, self.id, 0)
 
