@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import decode_run, encode_run, load_run, make_run
 from streamrl.runfile.units import Bandwidth, Duration, Size, quantity_text
 from streamrl.sim.costs.costs import Costs
@@ -267,3 +268,24 @@ def test_an_encoded_run_decodes_to_itself() -> None:
     for run in (load_run(EXAMPLE), small_run({"verifier.time": "30 ms"})):
         assert decode_run(encode_run(run)) == run
         assert encode_run(decode_run(encode_run(run))) == encode_run(run)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "execute.patience",
+        "execute.save_tokens_every",
+        "execute.deadline",
+        "policies.max_step_time",
+        "verifier.time_limit",
+    ],
+)
+def test_no_process_waits_longer_than_the_kernel_can(key: str) -> None:
+    with pytest.raises(RunError, match=rf"^{key} must be in \(0 s, .*\], got"):
+        small_run({key: "1e12 s"})
+
+
+def test_no_judge_is_waited_for_longer_than_the_kernel_can() -> None:
+    judge = {"scorer": "judge", "model": "m", "endpoint": "http://h/v1", "request_time": "1e12 s"}
+    with pytest.raises(RunError, match=r"request_time must be in \(0, .*\], got"):
+        small_run({"verifier.reward": [judge]})

@@ -244,7 +244,7 @@ def _check_reward_model(verifier: VerifierConfig) -> None:
 def _check_judge(key: str, reward: RewardConfig) -> None:
     if not 1 <= reward.at_once <= MOST_AT_ONCE:
         raise RunError(f"{key}.at_once", reward.at_once, Bounds(1, MOST_AT_ONCE))
-    if not 0 < reward.request_time < float("inf"):
+    if not 0 < reward.request_time <= POSITIVE_SECONDS.most:
         raise RunError(f"{key}.request_time", reward.request_time, POSITIVE_SECONDS)
     if reward.endpoint is not None:
         _check_url(f"{key}.endpoint", reward.endpoint, "http://127.0.0.1:8000/v1")

@@ -382,6 +382,8 @@ MONEY = Bounds(0, 10**6)
 """Dollars of a GPU-hour, or of a gigabyte."""
 SECONDS = Bounds(0, 1e7)
 """Of something that happens within a run: at most four months."""
+WAIT = Bounds(0, 1e7, excludes_least=True)
+"""Seconds for which a process waits: at most four months. The kernel takes no times of thousands of years."""
 TERM = Bounds(0, 10 * SECONDS_PER_YEAR)
 """Of a contract for GPUs: at most ten years."""
 FACTOR = Bounds(1e-4, 1e4)
@@ -471,7 +473,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "top_k": Bounds(1),
         "min_p": SHARE,
     },
-    ExternalConfig: {"timeout": POSITIVE},
+    ExternalConfig: {"timeout": WAIT},
     SpeculativeConfig: {
         "tokens": Bounds(1, MOST_DRAFTED),
         "acceptance": SHARE,
@@ -522,10 +524,10 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "sandbox_price": MONEY,
         "action_time_factor": FACTOR,
         "warm": Bounds(0),
-        "action_time_limit": POSITIVE,
+        "action_time_limit": WAIT,
         "memory_limit": POSITIVE,
-        "episode_time_limit": POSITIVE,
-        "start_time_limit": POSITIVE,
+        "episode_time_limit": WAIT,
+        "start_time_limit": WAIT,
         "warm_start_time": SECONDS,
         "starts_per_second": POSITIVE,
         "failed_share": Bounds(0, 0.9),
@@ -545,7 +547,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     VerifierConfig: {
         "gpus_per_worker": Bounds(0),
         "start_time": SECONDS,
-        "time_limit": POSITIVE,
+        "time_limit": WAIT,
         "memory_limit": POSITIVE,
     },
     SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
@@ -566,7 +568,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "max_restarts": Bounds(0),
         "max_dropped_groups": Bounds(1),
         "max_failures_per_minute": Bounds(1, MOST_FAILURES),
-        "max_step_time": POSITIVE,
+        "max_step_time": WAIT,
     },
     PlanConfig: {
         "budget_per_hour": POSITIVE,
@@ -583,12 +585,12 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "value_of_hour": Bounds(0),
     },
     ExecuteConfig: {
-        "patience": POSITIVE,
+        "patience": WAIT,
         "samples_per_step": Bounds(0),
         "stream_port": Bounds(0, 65535),
-        "save_tokens_every": POSITIVE,
+        "save_tokens_every": WAIT,
         "grace": SECONDS,
-        "deadline": POSITIVE,
+        "deadline": WAIT,
         "budget": POSITIVE,
         "threads": Bounds(1, MOST_THREADS),
     },
@@ -612,7 +614,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "time": SECONDS,
         "count": Bounds(1, MOST_FAULTS),
         "seed": Bounds(0),
-        "duration": POSITIVE,
+        "duration": WAIT,
         "factor": Bounds(1, 1e4, excludes_least=True),
     },
     FrameworkConfig: {
