@@ -37,6 +37,7 @@
 #   make bench-first-answer  how soon a first answer comes, and its figures against whole simulations
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
 #   make bench-handover  CPU seconds that a rollout costs the controller
+#   make bench-ray       a study of 500 points on a Ray cluster, over the same on processes of this machine; ten minutes
 #   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; twenty minutes; TRL_OPTIONS=--quick: four minutes, --continue: go on
 #   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
 # Accuracy:
@@ -95,7 +96,7 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9
 MEASURED := --set costs.profile=../$(DEMO)/profile.toml --set algorithm.steps=30
 
-.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-elastic bench-episodes bench-fidelity bench-first-answer bench-handover bench-jobs bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
+.PHONY: demo gpu docs gate notebooks test test-oldest test-vllm test-deepspeed test-engines test-fsdp2 test-signals test-ray test-trl test-exports test-environments test-wheel lock sbom audit fuzz mutants faults matrix notices kills lint format bench bench-ablation bench-agents bench-against bench-start bench-calibration bench-costs bench-drift bench-elastic bench-episodes bench-fidelity bench-first-answer bench-handover bench-jobs bench-learners bench-lending bench-offers bench-profile bench-plan bench-ranker bench-ray bench-reality bench-sensitivity bench-subscribers bench-trl bench-workers soak clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -259,6 +260,9 @@ bench-lending: $(READY)
 
 bench-profile: $(READY)
 	$(BIN)/python -m benchmarks.bench_profile
+
+bench-ray: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m benchmarks.bench_ray
 
 bench-reality: $(READY)
 	$(BIN)/python -m benchmarks.bench_reality --page docs/fidelity.md
