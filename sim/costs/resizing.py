@@ -1,12 +1,12 @@
 """Compute the seconds in which a trainer's ranks are added or removed between two steps.
 
-    added ranks     start_time + group_time + depth x bytes / rate
-    removed ranks   group_time
+    added ranks     start_time + group_time(all ranks) + group_time(first and added ranks) + depth x bytes / rate
+    removed ranks   group_time(all ranks)
 
 - start_time: `trainer.rank_start_time`, or else `trainer.start_time`. All added ranks start at the same time, and the
   others wait for them.
 - group_time: the ranks leave their process group, meet, and connect: `setup_time`, and `rank_time` for each rank
-  (profiles/sync, `ranks-nccl` and `ranks-gloo`).
+  (profiles/sync, `ranks-nccl` and `ranks-gloo`). The first rank and the added ones make a second group for the state.
 - bytes: the optimizer's states of one rank with its float32 weights. 16-bit weights are cast from these.
 - rate: NVLink if one domain has all ranks, else the network of a GPU; at most what the library sends.
 - depth: NCCL sends on while it receives, so 1. gloo sends whole tensors along a binomial tree: n new ranks take
@@ -88,10 +88,14 @@ class ResizingCosts:
     def time(self, before: int, after: int) -> float:
         """Return the seconds from `before` data-parallel ranks to `after`."""
         added = after - before
-        group_time = self.setup_time + after * self.rank_gpus * self.rank_time
+        group_time = self._group_time(after)
         if added <= 0:
             return group_time
         is_near = after * self.rank_gpus <= self.domain
         depth = 1 if self.sends_on else added.bit_length()
         sent = depth * self.num_bytes / (self.near if is_near else self.far)
-        return self.start_time + group_time + sent
+        return self.start_time + group_time + self._group_time(1 + added) + sent
+
+    def _group_time(self, ranks: int) -> float:
+        """Return the seconds in which data-parallel ranks make a process group."""
+        return self.setup_time + ranks * self.rank_gpus * self.rank_time
