@@ -26,7 +26,7 @@ from benchmarks.reality_figures import Repeat
 from streamrl.engine.messages import Generate
 from streamrl.engine.trace import Trace
 from streamrl.executor.execute import execute
-from streamrl.executor.profiling.environment_start import MeasuredEnvironment
+from streamrl.executor.profiling.environment_times import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.executor.profiling.profile_file import make_setup, profile_model
 from streamrl.hardware.measured_profile import read_measured, write_measured

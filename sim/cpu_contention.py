@@ -8,6 +8,7 @@ constant between two such events, so times are exact.
 from __future__ import annotations
 
 from collections import Counter
+from math import ceil
 from typing import Protocol
 
 import simpy
@@ -41,6 +42,11 @@ class Cores:
         """
         self._env = env
         self._shared = None if sharing is None else _SharedCores(env, sharing)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of cores that all roles share; 1 if each role has its own."""
+        return 1 if self._shared is None else self._shared.num_cores
 
     def time_of(self, kind: RoleKind) -> WorkTime:
         """Return the clock of a new role."""
@@ -116,6 +122,11 @@ class _SharedCores:
         """Simulated time of the last change of speeds."""
         self._next: simpy.Event | None = None
         """End of the work that will finish first, unless another role begins or leaves earlier."""
+
+    @property
+    def num_cores(self) -> int:
+        """Number of cores of the host."""
+        return ceil(self._sharing.cores)
 
     def enter(self, role: SharedTime) -> simpy.Event:
         """Start the remaining work of a role, and return the event of its end."""

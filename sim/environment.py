@@ -18,6 +18,7 @@ import simpy
 
 from streamrl.engine.messages import Act, Close, Event, Failed, Observed
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.sim.handling import EnvironmentProcesses
 from streamrl.sim.world_interface import WorldInterface
 from streamrl.workload.episodes import Episode, start_time_of
 
@@ -82,6 +83,7 @@ class Environments:
 
     def __init__(self, around: WorldInterface, config: EnvironmentConfig) -> None:
         self._around = around
+        self._processes = EnvironmentProcesses(around.env, around.cores)
         self._starts = Starts(config, around.run_file.seed)
         self._failed_share = config.failed_share
         self._seed = around.run_file.seed
@@ -95,8 +97,9 @@ class Environments:
         self._acting[command.rollout] = self._num_acts
         act = partial(self._act, command, self._num_acts)
         costs = self._around.costs
-        acting = costs.action_time if command.turn else 0.0
-        self._around.handling.then(act, acting + command.starts * costs.environment_start_time)
+        own = costs.environment_action_time if command.turn else 0.0
+        own += command.starts * costs.environment_start_time
+        self._around.handling.then(partial(self._processes.then, act, own), costs.action_time)
 
     def _act(self, command: Act, number: int) -> None:
         if self._acting.get(command.rollout) != number:

@@ -381,6 +381,9 @@ class Replica:
         """Return the seconds to prefill prefixes or parts of them; each joined rollout also gets its next token."""
         beside = len(self._running) - len(joined)
         prefill_time = self._costs.prefill_time(tokens, pairs, beside, num_prefixes)
+        if self._has_turns and self._costs.serving_time:
+            num_continued = sum(attempt.begun_with > 0 for attempt in joined)
+            prefill_time += num_continued * self._costs.serving_time
         for attempt in joined:
             attempt.prefill_time = attempt.prefill_time or prefill_time
         return prefill_time

@@ -9,13 +9,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import simpy
 from msgspec.structs import replace
 
 from streamrl.executor.launchers.launcher import REPLICA, TRAINER
 from streamrl.executor.launchers.worker import MODULE
-from streamrl.executor.profiling import environment_start
+from streamrl.executor.profiling import environment_times
 from streamrl.executor.profiling import rollout_overhead as handling
-from streamrl.executor.profiling.environment_start import MeasuredEnvironment
+from streamrl.executor.profiling.environment_times import (
+    EnvironmentTimes,
+    MeasuredEnvironment,
+    times_of,
+)
 from streamrl.executor.profiling.measurements import Limits, RayPlace, Readings, RefillStream, Setup
 from streamrl.executor.profiling.profile_file import make_setup, turnover_times
 from streamrl.executor.profiling.rollout_overhead import (
@@ -30,6 +35,9 @@ from streamrl.hardware.measured_profile import ModelOperation, read_measured, wr
 from streamrl.record.metrics import measure
 from streamrl.runfile.files import load_run
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.cpu_contention import CoreSharing
+from streamrl.sim.cpu_contention import Cores
+from streamrl.sim.handling import EnvironmentProcesses
 from streamrl.sim.world import simulate
 from tests.measured_profile import (
     ALONE,
@@ -44,8 +52,8 @@ from tests.tiny_model import save_tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXCESS = 7e-4
-ACTION, START = 2e-3, 5e-3
-"""CPU seconds of an action and of a start of an environment."""
+ACTION, START, SERVING = 2e-3, 5e-3, 1e-3
+"""CPU seconds of an action and of a start of an environment, and of a turn in the server of a replica."""
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+= "]
 
 
@@ -126,17 +134,25 @@ def test_handling_is_timed_by_executing_a_run(
     )
     taken = measure_handling(setup, turns=2)
     assert len(taken.handling) == 4 - 1 and all(0 < each < 1 for each in taken.handling)
+    assert all(0 < own < all_of for own, all_of in zip(taken.serving, taken.handling, strict=True))
     assert len(taken.pushes) == 4 - 2 and all(0 < each < 1 for each in taken.pushes)
 
 
-def test_an_action_and_a_start_are_what_more_turns_and_the_first_one_add(
+def test_an_action_is_what_more_turns_add_beyond_the_process_of_their_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
-        own = 0.0 if turns is None else START + turns * ACTION
-        return Taken([1.0 + own] * 3)
+        own, served = (0.0, 0.0) if turns is None else (START + turns * ACTION, turns * SERVING)
+        return Taken([1.0 + own + served] * 3, [0.5 + served] * 3)
+
+    def times_of(environment: MeasuredEnvironment) -> EnvironmentTimes:
+        is_idle = environment.config.implementation == handling.ENVIRONMENT
+        return (
+            EnvironmentTimes(START / 2, ACTION / 4) if is_idle else EnvironmentTimes(START, ACTION)
+        )
 
     monkeypatch.setattr(handling, "measure_handling", measured)
+    monkeypatch.setattr(handling, "times_of", times_of)
     setup = make_setup(
         model_directory(tmp_path / "model"),
         gpu="cpu",
@@ -148,8 +164,18 @@ def test_an_action_and_a_start_are_what_more_turns_and_the_first_one_add(
     readings = Readings()
     read_handling(setup, readings, lambda _: None)
     assert readings.handling == [1.0] * 3
-    assert readings.action == [pytest.approx(ACTION)]
-    assert readings.environment_start == [pytest.approx(START)]
+    assert readings.action == [pytest.approx(ACTION * 3 / 4)]
+    assert readings.serving == [pytest.approx(SERVING)]
+    assert readings.environment_action == [pytest.approx(ACTION / 4)]
+    assert readings.environment_start == [pytest.approx(START / 2)]
+    monkeypatch.setattr(handling, "load_tokenizer", lambda _: None)
+    run = load_run(EXAMPLES / "agentic-tools.toml", ["environment.tool_format=hermes"])
+    assert run.environment is not None
+    environment = MeasuredEnvironment(run.environment, [{"prompt": "1 + 1 ="}])
+    own = Readings()
+    read_handling(replace(setup, environment=environment), own, lambda _: None)
+    assert own.action == readings.action
+    assert (own.environment_action, own.environment_start) == ([ACTION], [START])
 
 
 ON_ITS_FIRST_THREAD = "while True: pass"
@@ -201,33 +227,81 @@ def test_seconds_that_cannot_be_are_refused(table: str, tmp_path: Path) -> None:
         read_measured(path)
 
 
-SLOW_START = """
+SLOW = """
 import time
 
-class SlowStart:
+class Slow:
+    num_steps = 0
+
+    def compute(self, seconds):
+        began_at = time.process_time()
+        while time.process_time() < began_at + seconds: pass
+
     def reset(self, task):
         assert task["prompt"] == "1 + 1 ="
-        while time.process_time() < 0.1: pass
+        self.compute(0.1)
 
     def step(self, action):
-        return None, 0.0, True
+        self.compute(0.2)
+        self.num_steps += 1
+        return None, 0.0, self.num_steps == 2
 """
 
 
-def test_a_start_takes_what_its_environment_computes(
+def test_a_start_and_an_action_take_what_the_environment_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment_start, "ROUNDS", 1)
-    monkeypatch.setattr(environment_start, "STARTS", 2)
+    monkeypatch.setattr(environment_times, "ROUNDS", 1)
+    monkeypatch.setattr(environment_times, "STARTS", 2)
     file, prompts = tmp_path / "slow.py", tmp_path / "prompts.jsonl"
-    file.write_text(SLOW_START)
+    file.write_text(SLOW)
     prompts.write_text('{"prompt": "1 + 1 ="}\n')
     changes = [
-        f"environment.implementation=python:{file}:SlowStart",
+        f"environment.implementation=python:{file}:Slow",
         f"workload.prompts={prompts}",
     ]
     run = load_run(EXAMPLES / "agentic-tools.toml", [*changes, "environment.tools=[]"])
-    taken = environment_start.start_time_of(MeasuredEnvironment.of(run.environment, run.workload))
-    assert 0.05 < taken < 1.0
+    taken = times_of(MeasuredEnvironment.of(run.environment, run.workload))
+    assert 0.09 < taken.start < 0.18
+    assert 0.15 < taken.action < 0.25
     with pytest.raises(ValueError, match=r"--environment needs a run file with environment.impl"):
         MeasuredEnvironment.of(None, run.workload)
+
+
+@pytest.mark.parametrize(("num_cores", "seconds"), [(1, 8 * ACTION), (4, 2 * ACTION)])
+def test_as_many_environments_compute_at_a_time_as_there_are_cores(
+    num_cores: int, seconds: float
+) -> None:
+    env = simpy.Environment()
+    processes = EnvironmentProcesses(env, Cores(env, CoreSharing(num_cores)))
+    ends: list[float] = []
+    for _ in range(8):
+        processes.then(lambda: ends.append(env.now), ACTION)
+    processes.then(lambda: ends.append(env.now), 0.0)
+    env.run()
+    assert ends[0] == 0.0, "no CPU time takes no turn"
+    assert ends[-1] == pytest.approx(seconds)
+
+
+def test_later_turns_take_the_time_of_their_server_from_the_replica(tmp_path: Path) -> None:
+    model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
+    episodes = {
+        "max_turns": 3,
+        "turns": "3",
+        "max_context": 128,
+        "observation_tokens": "4",
+        "action_time": "0 s",
+        "start_time": "0 s",
+    }
+    run = measured_run(model, path, policies__system="disaggregated", environment=episodes)
+
+    def step_time(serving: float) -> float:
+        seconds = (EXCESS + serving,) * 3
+        turnover = ModelOperation(seconds=(EXCESS, EXCESS, EXCESS))
+        profile = replace(make_profile(model), turnover=turnover)
+        write_measured(replace(profile, serving=ModelOperation(seconds=seconds)), path)
+        assert Costs.load(run).serving_time == pytest.approx(serving)
+        return measure(simulate(run)).step_time
+
+    added = step_time(SERVING) - step_time(0.0)
+    assert added == pytest.approx(2 * SERVING * run.algorithm.rollouts_per_step, rel=0.3)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streamrl.executor.profiling.environment_start import MeasuredEnvironment
+from streamrl.executor.profiling.environment_times import MeasuredEnvironment
 from streamrl.executor.rollout.inference_engine import (
     GPU_PASS_TOKENS,
     PREFILL_TOKENS,
@@ -112,7 +112,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     ray: RayPlace | None = None
     """Ray cluster on which Ray's overhead is measured, if any."""
     environment: MeasuredEnvironment | None = None
-    """Environment whose starts are measured; None for one that computes nothing."""
+    """Environment whose starts and actions are measured; None for one that computes nothing."""
 
     @property
     def serves_adapters(self) -> bool:
@@ -253,6 +253,8 @@ class Readings:
     streams: list[RefillStream] = field(default_factory=list)
     handling: list[float] = field(default_factory=list)
     action: list[float] = field(default_factory=list)
+    serving: list[float] = field(default_factory=list)
+    environment_action: list[float] = field(default_factory=list)
     environment_start: list[float] = field(default_factory=list)
     handling_over_ray: list[float] = field(default_factory=list)
     push_over_ray: list[float] = field(default_factory=list)

@@ -13,7 +13,7 @@ import numpy as np
 
 from streamrl.executor.execute import facts
 from streamrl.executor.launchers.placement import usable_cores
-from streamrl.executor.profiling.environment_start import MeasuredEnvironment
+from streamrl.executor.profiling.environment_times import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import (
     Limits,
     RayPlace,
@@ -222,6 +222,8 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         ),
         handling=_once(readings.handling),
         action=_once(readings.action),
+        serving=_once(readings.serving),
+        environment_action=_once(readings.environment_action),
         environment_start=_once(readings.environment_start),
         handling_over_ray=_once(readings.handling_over_ray),
         push_over_ray=_once(readings.push_over_ray),

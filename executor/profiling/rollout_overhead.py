@@ -3,9 +3,10 @@
 They are the controller, the verifier, and the thread of a replica that serves calls while another thread generates. The
 trainer's overhead is left out: its thread serves calls before it computes, so the seconds of its calls include it.
 
-Episodes of several turns take more: their environment's worker process starts, and each turn is a call of it and one more
-call of the replica. Runs with few and with many turns of an environment that computes nothing tell both apart. The start of a
-real environment takes longer, because its process has more memory. It is measured alone if the setup names it.
+Episodes of several turns take more: their environment's process starts, and each turn is a call of it and one more call of
+the replica. Runs with few and with many turns of an environment that computes nothing show the CPU seconds of a turn. The
+environment's process runs beside all others, so its share is measured alone (`environment_times`): of the environment that
+computes nothing, which is subtracted, and of the one that the setup names.
 
 Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
 The busiest thread of an actor is the one that computes. Other threads also push and load weights once a step. The
@@ -24,21 +25,29 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
+from streamrl.executor.environment.session import with_tool_format
 from streamrl.executor.execute import execute
 from streamrl.executor.launchers import worker
 from streamrl.executor.launchers.launcher import REPLICA
-from streamrl.executor.profiling.environment_start import start_time_of
+from streamrl.executor.profiling.environment_times import (
+    EnvironmentTimes,
+    MeasuredEnvironment,
+    times_of,
+)
 from streamrl.executor.profiling.measurements import SHORT, RayPlace, Readings, Setup
 from streamrl.executor.prompts import load_tokenizer
 from streamrl.hardware.profiles import load_model
 from streamrl.record.timeline import read_timeline
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.files import make_run
+from streamrl.workload.prompt_records import Record
 
 STEPS = 8
 """Steps of the run. The first step is not counted, because it loads libraries."""
@@ -56,7 +65,9 @@ SCORER = "exact"
 """Runs in a separate process, as most scorers do, and takes as long for any answer. A grader that fails at an unreadable
 answer costs another process.
 """
-RECORD = {"prompt": "1 + 1 =", "answer": "2"}
+LEAST = 1e-6
+"""Minimum CPU seconds, because times in a profile must be positive."""
+RECORD: Record = {"prompt": "1 + 1 =", "answer": "2"}
 
 
 class Taken(NamedTuple):
@@ -64,6 +75,8 @@ class Taken(NamedTuple):
 
     handling: Sequence[float] = ()
     """CPU seconds per rollout, as a mean for each step."""
+    serving: Sequence[float] = ()
+    """Those of the replica's server among them."""
     pushes: Sequence[float] = ()
     """Seconds of each push of whole weights, or of adapters if those are measured."""
 
@@ -82,13 +95,12 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         readings.handling += measure_handling(setup).handling
         watch("handling")
         if readings.handling:
-            few, many = (
-                median(measure_handling(setup, turns=turns).handling)
-                for turns in (FEW_TURNS, MANY_TURNS)
-            )
-            read_episodes(readings, few, many)
-            if setup.environment is not None:
-                readings.environment_start = [start_time_of(setup.environment)]
+            few, many = (measure_handling(setup, turns=turns) for turns in (FEW_TURNS, MANY_TURNS))
+            idle = times_of(_idle_environment(setup))
+            own = idle if setup.environment is None else times_of(_own_environment(setup))
+            read_turns(readings, few, many, idle)
+            readings.environment_action.append(max(LEAST, own.action))
+            readings.environment_start.append(max(LEAST, own.start))
         watch("handling of episodes")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
@@ -98,18 +110,33 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         watch("handling over Ray")
 
 
-def read_episodes(readings: Readings, few: float, many: float) -> None:
-    """Record the CPU seconds of an action, and of a start of an environment.
+def read_turns(readings: Readings, few: Taken, many: Taken, idle: EnvironmentTimes) -> None:
+    """Record the CPU seconds that a turn takes in the controller, and in the server of its replica.
 
     Args:
-        readings: has those of rollouts without an environment, and gets both.
-        few: CPU seconds of an episode with `FEW_TURNS`.
-        many: those of an episode with `MANY_TURNS`.
+        readings: gets them.
+        few: seconds of episodes with `FEW_TURNS`.
+        many: those with `MANY_TURNS`.
+        idle: seconds of the environment's process in both, which are left out.
     """
-    alone = median(readings.handling)
-    action = max(0.0, (many - few) / (MANY_TURNS - FEW_TURNS))
-    readings.action.append(action)
-    readings.environment_start.append(max(0.0, few - alone - FEW_TURNS * action))
+    num_turns = MANY_TURNS - FEW_TURNS
+    whole = (median(many.handling) - median(few.handling)) / num_turns
+    serving = (median(many.serving) - median(few.serving)) / num_turns
+    readings.action.append(max(LEAST, whole - serving - idle.action))
+    readings.serving.append(max(LEAST, serving))
+
+
+def _own_environment(setup: Setup) -> MeasuredEnvironment:
+    """Return the environment of the setup, with the format of the model's tool calls."""
+    assert setup.environment is not None, "the setup names one"
+    config = with_tool_format(setup.environment.config, load_tokenizer(setup.model))
+    return setup.environment._replace(config=config)
+
+
+def _idle_environment(setup: Setup) -> MeasuredEnvironment:
+    """Return the environment that computes nothing."""
+    config = msgspec.convert(_environment(setup, MANY_TURNS), EnvironmentConfig)
+    return MeasuredEnvironment(config, [RECORD])
 
 
 def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
@@ -126,7 +153,8 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | Non
         clock = _Clock(is_over_ray=ray is not None)
         trace = execute(handled_run(setup, ray, Path(scratch), turns), watch=clock)
     pushes = read_timeline(trace).link
-    return Taken(clock.handling[1:], [span.end - span.start for span in pushes[1:]])
+    times = [span.end - span.start for span in pushes[1:]]
+    return Taken(clock.handling[1:], clock.serving[1:], times)
 
 
 def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path, turns: int | None = None) -> Run:
@@ -191,10 +219,12 @@ class _Clock:
     def __init__(self, *, is_over_ray: bool) -> None:
         self._watch = HandlingWatch(is_over_ray=is_over_ray)
         self.handling: list[float] = []
+        self.serving: list[float] = []
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
             self.handling.append(self._watch.take() / (PROMPTS * GROUP_SIZE))
+            self.serving.append(self._watch.serving / (PROMPTS * GROUP_SIZE))
 
 
 class HandlingWatch:
@@ -206,11 +236,14 @@ class HandlingWatch:
         """CPU seconds of each process, and of each thread of an actor, at the last call."""
         self._own = 0.0
         """CPU seconds that this measurement itself has taken; they are subtracted."""
+        self.serving = 0.0
+        """CPU seconds of the servers of replicas between the last two calls."""
 
     def take(self) -> float:
         """Return the CPU seconds since the last call."""
         began_at = time.process_time()
         taken = self._lately((os.getpid(), 0), began_at - self._own)
+        self.serving = 0.0
         for process in self._processes():
             with suppress(psutil.Error):  # the process has ended
                 if process.name().startswith(ACTOR):
@@ -218,7 +251,9 @@ class HandlingWatch:
                     lately = [self._lately((process.pid, name), so_far) for name, so_far in times]
                     taken += sum(lately) - max(lately)
                 else:
-                    taken += self._lately((process.pid, 0), _handling_time(process))
+                    own = self._lately((process.pid, 0), _handling_time(process))
+                    taken += own
+                    self.serving += own if _is_replica(process) else 0.0
         self._own += time.process_time() - began_at
         return taken
 
@@ -237,11 +272,14 @@ class HandlingWatch:
 
 def _handling_time(process: psutil.Process) -> float:
     """Return the CPU seconds of a process so far, without the time in which a role computes."""
-    command = process.cmdline()
-    if worker.MODULE in command:
-        return _first_thread_time(process) if REPLICA in command else 0.0
+    if worker.MODULE in process.cmdline():
+        return _first_thread_time(process) if _is_replica(process) else 0.0
     own = process.cpu_times()[: 2 if process.name() in RAY_PROCESSES else 4]
     return float(sum(own))  # includes ended children, because a grader runs for one answer
+
+
+def _is_replica(process: psutil.Process) -> bool:
+    return {worker.MODULE, REPLICA} <= {*process.cmdline()}
 
 
 def _first_thread_time(process: psutil.Process) -> float:

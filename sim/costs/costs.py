@@ -187,9 +187,15 @@ class Costs(TrainerCosts):
     cores they share.
     """
     action_time: float = 0.0
-    """The same per action of an environment."""
+    """CPU seconds per start or action of an environment in the controller."""
+    serving_time: float = 0.0
+    """CPU seconds of the replica's server per turn after the first, beyond those that its passes include. The
+    replica does not compute meanwhile, because both threads share one Python interpreter.
+    """
+    environment_action_time: float = 0.0
+    """CPU seconds per action in the environment's process."""
     environment_start_time: float = 0.0
-    """The same per start of an environment."""
+    """CPU seconds per start of an environment, in its process."""
     recording_time: float = 0.0
     """Seconds in which a replica copies the experts of a prefilled token to host memory; see `router_replay`."""
     generation_factor: float = 1.0
@@ -509,6 +515,8 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         sharing=machine.sharing,
         handling_time=machine.handling_time,
         action_time=machine.action_time,
+        serving_time=machine.serving_time,
+        environment_action_time=machine.environment_action_time,
         environment_start_time=machine.environment_start_time,
         provenance={
             **dict.fromkeys(costs.provenance, machine.provenance),

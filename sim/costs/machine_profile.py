@@ -143,6 +143,8 @@ class MachineCosts:
     sharing: CoreSharing | None
     handling_time: float
     action_time: float
+    serving_time: float
+    environment_action_time: float
     environment_start_time: float
     provenance: Provenance
     """Source of every operation except `decode`, which has its own."""
@@ -198,6 +200,8 @@ class MachineCosts:
             sharing=CoreSharing.of(profile.sharing, profile.host),
             handling_time=_handling_time(profile, push.is_over_ray),
             action_time=_once(profile.action),
+            serving_time=max(0.0, _once(profile.serving) - _once(profile.turnover)),
+            environment_action_time=_once(profile.environment_action),
             environment_start_time=_once(profile.environment_start),
             provenance=measured,
         )

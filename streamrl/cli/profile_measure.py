@@ -118,7 +118,7 @@ def measure(
         Path | None,
         typer.Option(
             metavar="RUN.toml",
-            help="Measure starts of this run file's environment. Default: of one that computes nothing.",
+            help="Measure starts and actions of this run file's environment. Default: of one that computes nothing.",
         ),
     ] = None,
     ray_address: Annotated[str, typer.Option(help="Address of the Ray cluster's head.")] = "auto",
@@ -137,7 +137,7 @@ def measure(
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
     claim_file(path)
     need_executor(backend, has_adapters=lora_rank is not None)
-    from streamrl.executor.profiling.environment_start import MeasuredEnvironment
+    from streamrl.executor.profiling.environment_times import MeasuredEnvironment
     from streamrl.executor.profiling.measurements import Limits, RayPlace, longest_prefix
     from streamrl.executor.profiling.profile_file import make_setup, profile_model
 

@@ -18,8 +18,10 @@ median, upper quartile] of the repeats. Tables:
 | reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
 | turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
 | handling | CPU seconds for each rollout in the controller, the verifier and the server of a replica |
-| action | CPU seconds for each action of an environment in the controller, the environment's process and the server of a replica |
-| environment_start | the same for each start of an environment |
+| action | CPU seconds for each action of an environment in the controller |
+| serving | CPU seconds for each turn after the first in the server of a replica |
+| environment_action | CPU seconds for the same in the environment's process |
+| environment_start | CPU seconds for each start of an environment, in its process |
 | handling_over_ray | the same with Ray actors, with the overhead of actors and of Ray's own processes |
 | push_over_ray | a push in a run by relays that are Ray actors on the trainer's machine |
 | relay    | encoding a push for the network, and decoding it at the other end |
@@ -237,6 +239,9 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     action: ModelOperation | None = None
     environment_start: ModelOperation | None = None
     """Both None in profiles of earlier versions."""
+    serving: ModelOperation | None = None
+    environment_action: ModelOperation | None = None
+    """Both None in profiles of earlier versions, whose `action` includes them."""
     handling_over_ray: ModelOperation | None = None
     """None if Ray was not measured."""
     push_over_ray: ModelOperation | None = None
@@ -254,8 +259,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
 
 ONCE = (
     *("optimizer", "push", "load", "turnover"),
-    *("handling", "action", "environment_start", "handling_over_ray", "push_over_ray"),
-    *("lend", "take_back"),
+    *("handling", "action", "serving", "environment_action", "environment_start"),
+    *("handling_over_ray", "push_over_ray", "lend", "take_back"),
 )
 """Tables of one row."""
 
@@ -495,6 +500,8 @@ TIMED = (
     "turnover",
     "handling",
     "action",
+    "serving",
+    "environment_action",
     "environment_start",
     "handling_over_ray",
     "push_over_ray",
