@@ -127,14 +127,20 @@ class Selection:
     def metrics(self) -> SelectionMetrics:
         """Return the comparison of all steps so far."""
         generated = chain(self._generated.shares(), repeat(_share(0, 0, 0.0)))
-        pairs = list(zip(self._trained.shares(), generated, strict=False))
+        ratios: list[float | None] = []
+        differences: list[float | None] = []
+        for pair in zip(
+            self._trained.shares(), generated, strict=False
+        ):  # kept, they take megabytes
+            ratios.append(_length_ratio(*pair))
+            differences.append(_reward_difference(*pair))
         reasons = dict.fromkeys([*self._left_out, *self._unfinished])
         return SelectionMetrics(
             generated=self._generated.share(),
             trained=self._trained.share(),
             left_out={reason: self._share_of(reason) for reason in reasons},
-            length_ratio=[_length_ratio(*pair) for pair in pairs],
-            reward_difference=[_reward_difference(*pair) for pair in pairs],
+            length_ratio=ratios,
+            reward_difference=differences,
         )
 
     def _share_of(self, reason: str) -> Share:
