@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -39,7 +38,6 @@ from typing import Any
 import msgspec
 
 from streamrl.engine.trace import LineFile, open_at_end
-from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkpoints import (
     Checkpoint,
@@ -57,6 +55,8 @@ from streamrl.record.restarts import (
     earlier_trace_numbers,
     earlier_trace_path,
     first_difference,
+    has_first_line,
+    saved_versions,
 )
 from streamrl.record.run_directory import (
     ATTACHED,
@@ -129,6 +129,8 @@ class RunDirectory(TrainerRecord):
         self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
+        self._has_read_traces = False
+        """Whether the traces were read, which takes seconds for each 100 MB."""
         self.run_id = ""
         """The id of the run, the same after a resume."""
         self.changes: dict[str, str] = {}
@@ -187,7 +189,7 @@ class RunDirectory(TrainerRecord):
         Raises:
             ValueError: the directory is not writable, or another process uses it. Without `resume`: it has a run
                 already. With `resume`: it has no run, the run has all its steps or was started with other settings,
-                every checkpoint is damaged, or no trace has the command that saved the newest one.
+                or every checkpoint is damaged. A trace is missing or damaged, or none saved the newest checkpoint.
         """
         if self.has_run and not resume:
             raise ValueError(
@@ -216,8 +218,7 @@ class RunDirectory(TrainerRecord):
             self._check_steps(run.algorithm.steps)
             self._check_settings(run)
             checkpoint = self.checkpoints.newest_whole()
-            if checkpoint is not None:
-                self._check_trace_has(checkpoint.version)
+            self._check_traces(0 if checkpoint is None else checkpoint.version)
             return checkpoint
         except ValueError:
             self._lock.release()
@@ -384,33 +385,30 @@ class RunDirectory(TrainerRecord):
         prompts = {"groups_done": at.groups_done, "done_ahead": at.done_ahead}
         self._rollouts.write(msgspec.json.encode({**mark, **prompts, RUN_ID: self.run_id}) + b"\n")
 
-    def _check_trace_has(self, version: int) -> None:
-        """Refuse a resume if no trace has the command of the checkpoint: a trace was cut, so the ledger cannot balance."""
-        earlier = (earlier_trace_path(self.path, n) for n in earlier_trace_numbers(self.path))
-        traces = [*earlier, self.path / TRACE]
-        traces = [path for path in traces if path.is_file() and _has_first_line(path)]
-        saved = rb'"SaveCheckpoint","version":%d,"groups_done":\d+,"trainer":%d\b' % (
-            version,
-            LEADER,
-        )
-        for path in reversed(traces):
-            if re.search(saved, path.read_bytes()):
-                return
-        if traces:
+    def _check_traces(self, version: int) -> None:
+        """Refuse a resume if a trace is missing or damaged, or none saved this version: the ledger could not balance."""
+        if self._has_read_traces:
+            return
+        remedy = "begin the run again with another execute.output"
+        if version:
+            remedy = (
+                f"move trace*.jsonl to another directory: the ledger then begins at step {version}"
+            )
+        try:
+            saved = saved_versions(self.path)
+        except ValueError as error:
+            raise ValueError(f"{error}; restore the whole file, or {remedy}") from None
+        if version and saved is not None and version not in saved:
             raise ValueError(
                 f"{self.path / TRACE}: ends before step {version} was saved, whose checkpoint is there; restore the "
-                f"whole file, or move trace*.jsonl to another directory: the ledger then begins at step {version}"
+                f"whole file, or {remedy}"
             )
+        self._has_read_traces = True
 
     def _rename_old_trace(self) -> None:
         """Rename the trace of the last start to its number; overwrite it if it has no complete line."""
         trace = self.path / TRACE
         self.leg = 1 + max(earlier_trace_numbers(self.path), default=0)
-        if trace.exists() and _has_first_line(trace):
+        if has_first_line(trace):
             trace.rename(earlier_trace_path(self.path, self.leg))
             self.leg += 1
-
-
-def _has_first_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")

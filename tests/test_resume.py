@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -437,6 +438,45 @@ def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) ->
         check_prompt_tokens(tmp_path, [*prompts, prompts[0]])
     with pytest.raises(ValueError, match="line 2 differs"):
         check_prompt_tokens(tmp_path, [prompts[0], prompts[0]])
+
+
+def damage_middle(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] = 0xFF
+    path.write_bytes(data)
+
+
+def keep_lines(path: Path, most: int) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:most]))
+
+
+DAMAGED_TRACES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "lost": (lambda run: (run / "trace.1.jsonl").unlink(), r"/trace\.jsonl: .* says start 2 of a run, but trace\.1\.jsonl is missing"),
+    "damaged": (lambda run: damage_middle(run / "trace.1.jsonl"), r"trace\.1\.jsonl:\d+: not a trace entry"),
+    "newest damaged": (lambda run: damage_middle(run / "trace.jsonl"), r"/trace\.jsonl:\d+: not a trace entry"),
+    "cut": (lambda run: keep_lines(run / "trace.1.jsonl", 3), r"/trace\.jsonl: resumes from step 2, which no earlier trace saved"),
+    "of another run": (
+        lambda run: (run / "trace.1.jsonl").write_bytes((run / "trace.1.jsonl").read_bytes().replace(b'"seed":0', b'"seed":7')),
+        r"trace\.1\.jsonl: belongs to another run: seed is 7 there, and 0 in trace\.jsonl",
+    ),
+}  # fmt: skip
+
+
+def test_a_resume_is_refused_if_a_trace_of_an_earlier_start_is_lost_or_damaged(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=7, execute__checkpoint_every=2)
+    die_after_step(run, 3)
+    die_after_step(run, 5, resume=True)
+    for name, (damage, told) in DAMAGED_TRACES.items():
+        copy = shutil.copytree(tmp_path / "run", tmp_path / name)
+        damage(copy)
+        before = digests(copy)
+        with pytest.raises(ValueError, match=f"{told}.*; restore the whole file, or move trace"):
+            RunDirectory(copy).find_checkpoint(run, resume=True)
+        assert digests(copy) == before
+    whole = RunDirectory(tmp_path / "run").find_checkpoint(run, resume=True)
+    assert whole is not None and whole.version == 4
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])

@@ -216,7 +216,7 @@ def read_entries(
             return
         try:
             yield decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}:{number}: not a trace entry: {error}") from None
 
 
@@ -559,7 +559,7 @@ def _in_words(error: Exception) -> str:
 def _read_header(path: Path, line: bytes) -> Header:
     try:
         header = msgspec.json.decode(line, type=Header)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
     if header.format != FORMAT:
         raise ValueError(f"{path}:1: trace format {header.format}, this version reads {FORMAT}")

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
+from mmap import ACCESS_READ, mmap
 from operator import attrgetter
 from pathlib import Path
 
+from streamrl.engine.messages import RunStarted
 from streamrl.engine.trace import Trace, blaming_damage, read_trace
+from streamrl.engine.trainer_side import LEADER
 from streamrl.record.ledger import Ledger, LedgerReader
+from streamrl.record.run_directory import TRACE
 
 KEPT_BY_A_RESUME = (
     "seed",
@@ -94,6 +98,61 @@ def ledger_of_traces(traces: Iterable[Trace]) -> Ledger:
     return ledger.balance()
 
 
+def saved_versions(directory: Path) -> set[int] | None:
+    """Read all traces before a resume; return the versions that the primary trainer had to save, or None without traces.
+
+    The resume renames trace.jsonl, so it counts as the last of the numbered traces. Every line is decoded, because a
+    damaged one would end the run after its last step, when the ledger is balanced.
+
+    Raises:
+        ValueError: a trace is missing, unreadable or damaged, belongs to another start or another run, or ends before
+            the checkpoint from which a later start resumed.
+    """
+    numbers = earlier_trace_numbers(directory)
+    paths = {number: earlier_trace_path(directory, number) for number in numbers}
+    if has_first_line(directory / TRACE):
+        paths[1 + max(numbers, default=0)] = directory / TRACE
+    saved: set[int] = set()
+    last: Trace | None = None
+    for number in range(1, 1 + max(paths, default=0)):
+        path = paths.get(number, earlier_trace_path(directory, number))
+        trace = read_trace(path)
+        if trace.leg != number:
+            missing = earlier_trace_path(directory, number)
+            what = (
+                f"but {missing.name} is missing"
+                if trace.leg > number
+                else f"expected start {number}"
+            )
+            raise ValueError(f"{path}: its header says start {trace.leg} of a run, {what}")
+        if last is not None and last.path is not None:
+            _check_same_run(last.path, last, trace)
+        begun = trace.entries[0].event if trace.entries else None
+        if last is not None and isinstance(begun, RunStarted) and begun.version not in {0, *saved}:
+            raise ValueError(
+                f"{path}: resumes from step {begun.version}, which no earlier trace saved: one was cut"
+            )
+        saved |= _commanded_versions(path)
+        last = trace
+    return saved if paths else None
+
+
+_SAVE = rb'"SaveCheckpoint","version":(\d+),"groups_done":\d+,"trainer":%d\b' % LEADER
+
+
+def _commanded_versions(path: Path) -> set[int]:
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        return {int(match[1]) for match in re.finditer(_SAVE, data)}
+
+
+def has_first_line(path: Path) -> bool:
+    """Return whether a trace exists and has a complete header."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
+
+
 def _read_all_traces(trace: Trace, directory: Path) -> Iterator[Trace]:
     """Yield the traces of all starts, one at a time to save memory."""
     _check_last(trace, earlier_trace_path(directory, trace.leg))
@@ -126,6 +185,7 @@ def _check_same_run(path: Path, earlier: Trace, last: Trace) -> None:
         one, other = (attrgetter(key)(each) for each in (earlier, last))
         if one != other:
             name, here, there = first_difference(key.removeprefix("run."), one, other)
+            later = TRACE if last.path is None else last.path.name
             raise ValueError(
-                f"{path}: belongs to another run: {name} is {here} there, and {there} in trace.jsonl"
+                f"{path}: belongs to another run: {name} is {here} there, and {there} in {later}"
             )
