@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +251,58 @@ def test_the_process_with_the_scorer_inherits_no_environment_and_no_ctrl_c() -> 
     use(do, reward=REGEX)
 
 
-def test_a_worker_that_is_killed_is_replaced() -> None:
+async def next_worker(server: int, worker: int) -> int:
+    """Return the process that a fork server starts in place of a worker, as soon as it grades."""
+    async with asyncio.timeout(10):
+        while True:
+            for pid in children(server):
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    if pid != worker and work_time(pid) > 0.1:
+                        return pid
+            await asyncio.sleep(0.01)
+
+
+SLOW = """
+import time
+
+def always(completion, record):
+    time.sleep(0.4)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("strike", ["killed", "stopped", "all stopped"])
+def test_a_signal_from_outside_gives_no_answer_the_worst_score(strike: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+
     async def do(verifier: Verifier) -> None:
-        task, _, worker = await begin_to_hang(verifier)
+        await verifier.verify("a", 1, {})
+        server = (await verifier.start()).pid
+        task = asyncio.create_task(verifier.verify("a", 1, {}))
+        async with asyncio.timeout(10):
+            while not (workers := children(server)):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        if strike == "all stopped":
+            for pid in (server, *workers):
+                os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(1.7)
+            for pid in (*workers, server):
+                os.kill(pid, signal.SIGCONT)
+        else:
+            number = signal.SIGKILL if strike == "killed" else signal.SIGSTOP
+            for pid in workers:
+                os.kill(pid, number)
+        assert (await task)[:2] == (1.0, None)
+
+    use(do, time_limit=1.0, reward=f"python:{tmp_path / 'slow.py'}:always")
+
+
+def test_a_worker_that_is_killed_twice_gives_the_worst_score_and_is_replaced() -> None:
+    async def do(verifier: Verifier) -> None:
+        task, server, worker = await begin_to_hang(verifier)
         os.kill(worker, signal.SIGKILL)
+        os.kill(await next_worker(server, worker), signal.SIGKILL)
         assert (await task)[:2] == (0.0, "regex: process ended: SIGKILL")
         assert (await verifier.verify(*AT_ONCE)).reward == 1.0
 

@@ -169,6 +169,10 @@ PIPE_BYTES = 1 << 20
 MOST_DETAIL = 1000  # characters of an error message
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """The whole environment of the process and of its C libraries. It can fork only while it has one thread."""
+TICK = 0.5
+"""Seconds between two looks at the clock while workers grade. If a look is later than twice this, the server was stopped."""
+STOPPED = "Tt"
+"""States of a stopped process in /proc."""
 EXIT_CHECKS, EXIT_PAUSE = 20, 0.001
 """Number of looks at a process that closed its pipe, and seconds between them: it ends a moment later."""
 
@@ -252,6 +256,10 @@ class Worker:
     verdicts: int
     request: int | None = None
     """Id of the request that it grades; None while it is idle."""
+    line: bytes = b""
+    """The request itself."""
+    is_second_try: bool = False
+    """Whether the first process for this request was killed or stopped by a signal."""
     bounds: tuple[float, float] = (0.0, 1.0)
     """Bounds of the scores for this request."""
     began_at: float = 0.0
@@ -265,6 +273,20 @@ class Worker:
     def is_idle(self) -> bool:
         """Return whether it waits for a request."""
         return self.request is None
+
+    @property
+    def may_try_again(self) -> bool:
+        """Return whether it grades a request for the first time."""
+        return not self.is_idle and not self.is_second_try
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a signal has stopped a child; False where the kernel does not say it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in STOPPED
 
 
 def cause_of_end(pid: int) -> str:
@@ -378,10 +400,13 @@ class ForkServer:
 
     def serve(self) -> None:
         """Answer requests until the controller closes the connection; then kill all workers."""
+        looked_at = time.monotonic()
         while not self._is_over:
             for key, _ in self._selector.select(self._patience()):
                 handle: Callable[[], None] = key.data
                 handle()
+            before, looked_at = looked_at, time.monotonic()
+            self._excuse(looked_at - before)
             self._end_overdue()
             self._bury(os.WNOHANG)
         for worker in list(self._workers.values()):
@@ -397,7 +422,7 @@ class ForkServer:
 
     def _begin(self, line: bytes) -> None:
         request = json.loads(line)
-        scorer, grader = self._scorers[request["scorer"]], self._graders[request["scorer"]]
+        grader = self._graders[request["scorer"]]
         try:
             # Loads the data of the record's task once, before later workers are forked.
             grader(request["record"])
@@ -409,10 +434,23 @@ class ForkServer:
             detail = f"the request has {len(line)} bytes, more than the limit of {PIPE_BYTES}"
             self._answer(request["id"], ScoringOutcome(0.0, "record", detail))
             return
-        worker = self._hand_over(line + b"\n")
+        self._assign(line + b"\n")
+
+    def _assign(self, line: bytes, *, is_second_try: bool = False) -> None:
+        """Let a worker grade a request that was checked."""
+        request = json.loads(line)
+        scorer = self._scorers[request["scorer"]]
+        worker = self._hand_over(line)
         worker.request, worker.began_at = request["id"], time.monotonic()
+        worker.line, worker.is_second_try = line, is_second_try
         worker.bounds = scorer.bounds
         worker.is_used_up = scorer.evaluates and can_act(request["answer"])
+
+    def _try_again(self, worker: Worker) -> None:
+        """Repeat a request whose process was struck by a signal. An answer that sends it to itself fails twice."""
+        line = worker.line
+        self._discard(worker)
+        self._assign(line, is_second_try=True)
 
     def _hand_over(self, line: bytes) -> Worker:
         """Send a request to an idle worker, or to a new one."""
@@ -463,6 +501,9 @@ class ForkServer:
         if outcome.fault == PROCESS_ENDED and data and self._nursery and worker.program:
             outcome = outcome._replace(detail=self._nursery.end(worker.program, has_ended=True))
             worker.program = None
+        if outcome[1:] == (PROCESS_ENDED, "SIGKILL") and worker.may_try_again:
+            self._try_again(worker)
+            return
         worker.work_time += time.monotonic() - worker.began_at
         is_old = worker.work_time > self._limits.time  # and near its limit of CPU time
         has_graded = not worker.is_idle
@@ -482,17 +523,29 @@ class ForkServer:
             self._answer(worker.request, outcome)
         worker.request = None
 
+    def _excuse(self, elapsed: float) -> None:
+        """Count no time of workers during which this process, and so probably they, were stopped."""
+        if elapsed > 2 * TICK:
+            for worker in self._workers.values():
+                worker.began_at = min(worker.began_at + elapsed, time.monotonic())
+
     def _end_overdue(self) -> None:
         latest = time.monotonic() - self._limits.time
         for worker in list(self._workers.values()):
-            if not worker.is_idle and worker.began_at <= latest:
+            if worker.is_idle or worker.began_at > latest:
+                continue
+            if worker.may_try_again and (is_stopped(worker.pid) or is_stopped(worker.program)):
+                self._try_again(worker)
+            else:
                 self._settle(worker, ScoringOutcome(0.0, "time limit"))
                 self._discard(worker)
 
     def _patience(self) -> float | None:
-        """Return the seconds until the first worker exceeds its time; None if all are idle."""
+        """Return the seconds until the first worker exceeds its time, at most a tick; None if all are idle."""
         first = min((w.began_at for w in self._workers.values() if not w.is_idle), default=inf)
-        return None if first == inf else max(0.0, first + self._limits.time - time.monotonic())
+        if first == inf:
+            return None
+        return min(TICK, max(0.0, first + self._limits.time - time.monotonic()))
 
     def _discard(self, worker: Worker) -> None:
         del self._workers[worker.pid]
