@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,10 +355,14 @@ def test_episodes_are_recorded_turn_by_turn_and_simulated_again(tmp_path: Path) 
 def test_a_sample_separates_turns_and_observations(tmp_path: Path) -> None:
     run = episode_run(tmp_path, env__arguments={"first": "begin"})
     found: list[SampledGroup] = []
+    scored: Counter[int] = Counter()
 
     def look(world: RealWorld, event: Event) -> None:
-        if isinstance(event, Verified) and not found:
-            group = event.rollout // run.algorithm.group_size
+        if not isinstance(event, Verified) or found:
+            return
+        group = event.rollout // run.algorithm.group_size
+        scored[group] += 1
+        if scored[group] == run.algorithm.group_size:
             found.append(step_samples(world._buffer, [group], 1, 99, 256, lambda rollout: 0.5))
 
     executed(run, look)

@@ -121,7 +121,9 @@ def test_a_unit_is_added_where_generation_lags_by_at_least_what_it_takes_off(
 ) -> None:
     steps = Steps(adjusted())
     commands = steps.play(100.0, training_time)  # two more replicas take off half of 100 s
-    assert steps.s.state.leader.pace.last == StepTimes(1, 100.0, training_time, 2)
+    assert steps.s.state.leader.pace.last == StepTimes(
+        1, 100.0, training_time, 2, update_time=training_time / 2
+    )
     assert of(Resize, commands) == ([Resize(4)] if grows else [])
     assert of(StartReplica, commands) == ([StartReplica(2, 0), StartReplica(3, 0)] if grows else [])
 
