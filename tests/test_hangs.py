@@ -6,12 +6,15 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from streamrl.engine.messages import (
@@ -53,6 +56,40 @@ from tests.traces import check_every_command_ends_once, check_every_rollout_is_a
 COUNTER = "tests.test_handles:Counter"
 
 # Processes ----------------------------------------------------------------------------------------
+
+
+CONTROLLER = """
+import asyncio
+from streamrl.executor.environment.session import EnvironmentHost
+from streamrl.executor.verifier.verifier import Verifier
+from streamrl.runfile.environment_config import EnvironmentConfig
+from tests.test_episodes_executed import GAME
+from tests.test_verifier import config
+
+
+async def main():
+    environment = EnvironmentConfig(max_turns=4, max_context=100, implementation=GAME + "Odd")
+    await Verifier(config("math-verify")).start()
+    await EnvironmentHost(environment).start()
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+
+
+asyncio.run(main())
+"""
+
+
+def test_stopped_servers_of_scorers_and_environments_end_with_their_controller() -> None:
+    with subprocess.Popen([sys.executable, "-c", CONTROLLER], stdout=subprocess.PIPE) as controller:
+        assert controller.stdout is not None and controller.stdout.readline() == b"ready\n"
+        servers = psutil.Process(controller.pid).children()
+        for server in servers:
+            server.suspend()
+        controller.kill()
+    _, left = psutil.wait_procs(servers, 10)
+    for server in left:
+        server.kill()
+    assert len(servers) == 2 and not left
 
 
 def test_a_stopped_process_is_killed_once_it_gave_no_sign_of_life_for_too_long(

@@ -82,6 +82,7 @@ class ActionTimeoutError(BaseException):
 
 def main(options: Options) -> None:
     """Serve until the controller closes the connection."""
+    die_with_parent()
     os.umask(0o077)
     for gap in find_gaps() if options["is_sandboxed"] else ():
         print(f"the environment's sandbox is incomplete: {gap}", file=sys.stderr)
