@@ -477,7 +477,6 @@ async def _execute_in(
             live = LiveTrace(directory.path, reader)
             listeners.append(open_files.enter_context(contextlib.closing(live)).take)
         if tokens is not None:
-            forget_other_samples(directory, tokens)
             forget_lost_episodes(run.environment, tokens)
         most = longest_sequence(run.rollout, run.workload, run.environment)
         kept = (
@@ -632,19 +631,6 @@ def token_directory(execute: ExecuteConfig, *, is_resumed: bool = False) -> Iter
     path.mkdir(parents=True, exist_ok=True)
     yield path
     remove_all(path)
-
-
-def forget_other_samples(directory: RunDirectory, tokens: Path) -> None:
-    """Remove saved tokens if a restart changed the sampling distribution."""
-    from streamrl.executor.record import SAMPLED_WITH
-    from streamrl.executor.token_files import remove_all
-
-    if others := [key for key in SAMPLED_WITH if key in directory.changes]:
-        remove_all(tokens)
-        tokens.mkdir(exist_ok=True)
-        logger.info(
-            f"saved tokens were sampled with another {others[0]}: their rollouts start again"
-        )
 
 
 def forget_lost_episodes(environment: EnvironmentConfig | None, tokens: Path) -> None:

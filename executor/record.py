@@ -48,6 +48,7 @@ from streamrl.executor.checkpoints import (
 )
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
+from streamrl.executor.token_files import remove_all
 from streamrl.record.chrome_trace import CHROME_TRACE
 from streamrl.record.evaluation import EVALUATED, EVALUATIONS, EvaluationResult, read_evaluations
 from streamrl.record.restarts import (
@@ -152,6 +153,7 @@ class RunDirectory(TrainerRecord):
         self.run_id = (listed_run_id(self.path / TRACE) if resume else "") or token_hex(8)
         grown = dict.fromkeys((RUN, METRICS, ROLLOUTS, SAMPLES, CHROME_TRACE, TRACE))
         write_results(self.path, grown, self.run_id)
+        self.forget_other_samples()
         write_file(self.path / RUN, encode_run(run))
         if not resume:
             (self.path / ATTACHED).unlink(missing_ok=True)
@@ -171,6 +173,17 @@ class RunDirectory(TrainerRecord):
             self.damaged = self.checkpoints.resume_from(checkpoint)
             self._mark_resume(checkpoint)
         return checkpoint
+
+    def forget_other_samples(self) -> None:
+        """Remove saved tokens if this start changed the sampling distribution.
+
+        It comes before run.json names that distribution. A start that ends between the two finds the change again.
+        """
+        if others := [key for key in SAMPLED_WITH if key in self.changes]:
+            remove_all(self.path / TOKENS)
+            logger.info(
+                f"saved tokens were sampled with another {others[0]}: their rollouts start again"
+            )
 
     @property
     def is_gone(self) -> bool:

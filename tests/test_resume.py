@@ -28,7 +28,7 @@ from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
 from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
 from streamrl.executor.checkup import run_paths
 from streamrl.executor.execute import execute as execute_for_real
-from streamrl.executor.execute import forget_other_samples, with_advice
+from streamrl.executor.execute import with_advice
 from streamrl.executor.record import RunDirectory
 from streamrl.record.metrics import measure
 from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
@@ -571,15 +571,25 @@ def test_what_a_resume_changes_is_known_by_key_with_both_values(tmp_path: Path) 
     ]
 
 
+def test_tokens_are_forgotten_before_the_run_file_names_another_temperature(tmp_path: Path) -> None:
+    die_after_step(real_run(tmp_path), 2)
+    (tmp_path / "run/tokens").mkdir(exist_ok=True)
+    (tmp_path / "run/tokens/7.0").write_bytes(b"tokens")
+    run = real_run(tmp_path, algorithm__steps=9, rollout__temperature=0.5)
+    with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
+        directory.open(run, resume=True)  # then the start fails
+    assert not list((tmp_path / "run").rglob("7.0"))
+
+
 @pytest.mark.parametrize(
     ("key", "is_kept"), [("rollout.temperature", False), ("algorithm.steps", True)]
 )
 def test_tokens_of_another_distribution_are_not_gone_on_with(
     key: str, is_kept: bool, tmp_path: Path
 ) -> None:
-    directory, tokens = RunDirectory(tmp_path / "run"), tmp_path / "tokens"
+    directory, tokens = RunDirectory(tmp_path / "run"), tmp_path / "run/tokens"
     directory.changes = {key: f"{key} 1 -> 2"}
-    tokens.mkdir()
+    tokens.mkdir(parents=True)
     (tokens / "7.0").write_bytes(b"tokens")
-    forget_other_samples(directory, tokens)
-    assert [path.name for path in tokens.iterdir()] == (["7.0"] if is_kept else [])
+    directory.forget_other_samples()
+    assert [path.name for path in tmp_path.rglob("7.*")] == (["7.0"] if is_kept else [])

@@ -240,6 +240,7 @@ class LocalLauncher(Launcher):
     async def _start(self, role: str, config: Config, name: str, place: Place) -> Handle:
         if self._roles.execute.launcher == "in-process":
             return InProcess(role, config)
+        self._directory.logs.mkdir(exist_ok=True)  # a cleaner of logs may have removed it
         log, patience = self._directory.logs / f"{name}.log", self._roles.execute.patience
         device = str(config.get("device", self._roles.device_of(place.pool)))
         begin = begin_for(device, config.get("backend"))
