@@ -37,7 +37,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.engine.trace import LineFile, open_at_end
+from streamrl.engine.trace import LineFile, open_at_end, recorded_run_id
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkpoints import (
     Checkpoint,
@@ -150,7 +150,7 @@ class RunDirectory(TrainerRecord):
         (self.path / "checkpoints").mkdir(exist_ok=True)
         self._claim(self._lock.take())
         self._rename_old_trace()
-        self.run_id = (listed_run_id(self.path / TRACE) if resume else "") or token_hex(8)
+        self.run_id = (self._kept_id() if resume else "") or token_hex(8)
         grown = dict.fromkeys((RUN, METRICS, ROLLOUTS, SAMPLES, CHROME_TRACE, TRACE))
         write_results(self.path, grown, self.run_id)
         self.forget_other_samples()
@@ -417,6 +417,12 @@ class RunDirectory(TrainerRecord):
                 f"whole file, or {remedy}"
             )
         self._has_read_traces = True
+
+    def _kept_id(self) -> str:
+        """Return the id of a resumed run; if results.json was lost, the newest trace has it. Empty if none has it."""
+        newest = earlier_trace_path(self.path, self.leg - 1)
+        recorded = recorded_run_id(newest) if newest.is_file() else ""
+        return listed_run_id(self.path / TRACE) or recorded
 
     def _rename_old_trace(self) -> None:
         """Rename the trace of the last start to its number; overwrite it if it has no complete line."""

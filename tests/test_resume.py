@@ -22,7 +22,7 @@ from rich.console import Console
 
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
-from streamrl.engine.trace import Entry, read_trace, replay
+from streamrl.engine.trace import Entry, Trace, read_trace, replay
 from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
 from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
@@ -438,6 +438,19 @@ def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) ->
         check_prompt_tokens(tmp_path, [*prompts, prompts[0]])
     with pytest.raises(ValueError, match="line 2 differs"):
         check_prompt_tokens(tmp_path, [prompts[0], prompts[0]])
+
+
+def test_a_resumed_run_keeps_its_id_if_the_list_of_results_is_lost(tmp_path: Path) -> None:
+    run = real_run(tmp_path)
+    ids: list[str] = []
+    for is_resumed in (False, True):
+        with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
+            directory.open(run, is_resumed)
+            leg, own = directory.leg, directory.run_id
+            Trace(run, "real", file=directory.trace_file, leg=leg, run_id=own)
+            ids.append(own)
+        (tmp_path / "run" / "results.json").unlink()
+    assert ids[0] and ids[1] == ids[0]
 
 
 def damage_middle(path: Path) -> None:

@@ -474,6 +474,16 @@ def recorded_world(path: Path) -> Literal["simulated", "real"]:
         return _read_header(path, file.readline().rstrip(b"\n")).world
 
 
+def recorded_run_id(path: Path) -> str:
+    """Return the id of the executed run that wrote a trace file; only its header is read.
+
+    Raises:
+        ValueError: the file has no header of a trace.
+    """
+    with path.open("rb") as file:
+        return _read_header(path, file.readline().rstrip(b"\n")).run_id
+
+
 def _enter_joined(trace: Trace, joined: Iterable[TrainerJoined]) -> None:
     """Add trainers that joined and are not yet in the trace's run.
 
