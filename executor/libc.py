@@ -63,6 +63,15 @@ def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def continue_without_parent() -> None:
+    """Let the kernel continue this process, if it is stopped, when its parent dies; does nothing except on Linux.
+
+    It then sees that its connection is closed, and ends in its own way.
+    """
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 SO_ATTACH_FILTER = 26
 """Option of a socket (asm-generic/socket.h): drop the packets that a program of classic BPF does not accept."""
 DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)

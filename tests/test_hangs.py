@@ -52,6 +52,7 @@ from tests.scripted import BEGIN, REPLICA, ScriptedLauncher, ScriptedVerifier, m
 from tests.test_execute import real_run
 from tests.test_handles import Counter, CounterConfig
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
+from tests.verifying import wait_until_gone
 
 COUNTER = "tests.test_handles:Counter"
 
@@ -86,10 +87,8 @@ def test_stopped_servers_of_scorers_and_environments_end_with_their_controller()
         for server in servers:
             server.suspend()
         controller.kill()
-    _, left = psutil.wait_procs(servers, 10)
-    for server in left:
-        server.kill()
-    assert len(servers) == 2 and not left
+    assert len(servers) == 2
+    wait_until_gone((server.pid for server in servers), 10)
 
 
 def test_a_stopped_process_is_killed_once_it_gave_no_sign_of_life_for_too_long(
