@@ -44,7 +44,6 @@ OTHER_WAITS = {
     "launchers/processes.py:_status": "the socket is readable: `_first_ready` has waited with a limit",
     "profiling/collectives.py:time_collectives": KILLED,
     "profiling/peer_link.py:transfer": "the profiler ends both processes after LONGEST seconds",
-    "record.py:_has_first_line": "it reads a file on this machine's disk",
     "rollout/child_guard.py:kill_registered": "the guard kills what it knows, and ends when its input is closed",
     "rollout/external_engine.py:_together": "LOAD_TIME bounds the request, and the group's patience the other part",
     "rollout/server_group.py:send": "the group's patience, which its constructor takes",
