@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import sqrt
 from pathlib import Path
 
-from streamrl.sim.fidelity.switches import predict, read_switches
+from streamrl.sim.fidelity.switches import predict, readings
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "frameworks.md"
@@ -50,13 +50,16 @@ def refit_lines() -> Iterator[str]:
     """Yield the table of refits and switches to which nothing was fitted."""
     yield f"{REFITS} | predicted |"
     yield "|---|---|---|"
-    for row in read_switches():
+    for lines in readings():
+        row = lines[0]
         if row.kind not in ("refit", "switch") or row.constant or row.model not in NAMES:
             continue
-        where = f"{row.gpus} {row.gpu.upper()}, {FRAMEWORKS[row.framework]}"
+        gpus = " or ".join(str(line.gpus) for line in lines)
+        predicted = [predict(line).seconds for line in lines]
+        where = f"{gpus} {row.gpu.upper()}, {FRAMEWORKS[row.framework]}"
         back_end = f", {BACK_ENDS[row.zero]}" if row.model.startswith("llama") else ""
         published = _range(row.low, row.high)
-        yield f"| {NAMES[row.model]}, {where}{back_end} | {published} s | {predict(row).seconds:.3g} s |"
+        yield f"| {NAMES[row.model]}, {where}{back_end} | {published} s | {_range(min(predicted), max(predicted))} s |"
 
 
 def stage_lines() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -147,26 +148,47 @@ def fitted_constant(rows: Sequence[Switch]) -> float:
     return fmean(predict(row).constant_for(middle((row.low, row.high))) for row in rows)
 
 
+def readings() -> list[tuple[Switch, ...]]:
+    """Return the lines of each published figure: several if its source does not state all inputs."""
+    return [tuple(lines) for _, lines in groupby(read_switches(), key=_figure)]
+
+
 def switch_rows() -> list[Row]:
-    """Return every published figure with its prediction, left out with its source if a constant rests on it."""
-    return [_row(row) for row in read_switches()]
+    """Return published figures with their predictions, left out with their source if a constant rests on them.
+
+    The only source of a constant cannot be left out, so its figure is not compared.
+    """
+    return [
+        _row(lines) for lines in readings() if not lines[0].constant or _other_sources(lines[0])
+    ]
 
 
-def _row(row: Switch) -> Row:
-    ours = predict(row)
+def _figure(row: Switch) -> tuple[object, ...]:
+    """Return what the readings of one published figure have in common."""
+    return row.framework, row.model, row.gpu, row.kind, row.low, row.high, row.source
+
+
+def _other_sources(row: Switch) -> list[Switch]:
+    """Return the rows of other sources on which the constant of a row rests."""
+    same = [other for other in read_switches() if other.constant == row.constant]
+    return [other for other in same if other.source != row.source]
+
+
+def _row(lines: Sequence[Switch]) -> Row:
+    row, seconds = lines[0], [predict(line).seconds for line in lines]
     left_out = None
     if row.constant:
-        same = [other for other in read_switches() if other.constant == row.constant]
-        others = [other for other in same if other.source != row.source]
-        left_out = ours.rest + ours.factor * fitted_constant(others)
+        ours = predict(row)
+        left_out = ours.rest + ours.factor * fitted_constant(_other_sources(row))
+    gpus = " or ".join(str(line.gpus) for line in lines)
     where = f" to {row.receivers}" if row.receivers else ""
     return Row(
-        name=f"{row.framework}: {row.model}, {row.kind} on {row.gpus}{where} {row.gpu}",
+        name=f"{row.framework}: {row.model}, {row.kind} on {gpus}{where} {row.gpu}",
         group=TITLES[row.kind],
         shape=row.model,
         unit="s",
         published=(row.low, row.high),
-        predicted=(ours.seconds, ours.seconds),
+        predicted=(min(seconds), max(seconds)),
         is_fitted=bool(row.constant),
         left_out=left_out,
         note=row.note,
