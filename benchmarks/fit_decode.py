@@ -52,14 +52,17 @@ not determine them.
 """
 WAITING = load_engine("vllm-0.6").constants.step
 """Seconds of a step of vLLM without asynchronous scheduling: the host schedules, and unpacks outputs, while
-the GPU waits. With `REQUEST`, 256 rollouts wait 5.8 ms. Published are 5 to 6 ms (vLLM issue 10634, and pull
-11133 for its V1 engine), and 0.15 to 0.17 ms with asynchronous scheduling.
+the GPU waits. With `REQUEST`, 256 rollouts wait 5.8 ms. Published are 5 to 6 ms for the sum of both, with
+Llama-2-7B on an engine of 2024 (vLLM issue 10634, and pull 11133 for the first V1 engine). With
+asynchronous scheduling 0.15 to 0.17 ms are published.
 """
 LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
 """Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
 requests make 407 and 13,583 tokens/s instead of 430 and 18,645 (vLLM pull 57442: Qwen2.5-0.5B on L20,
-logprobs=0). At 64 to 512 requests throughput is 0.67 to 0.73 of that without. Five log-probabilities a
-token took 35 us each in the first version (pull 9880).
+logprobs=0, its HTTP server, 0.29). The server's JSON is a part of it. NeMo-RL calls vLLM in its
+process, where slicing, sending between processes and wrapping remain; no source separates them. At
+64 to 512 requests throughput is 0.67 to 0.73 of that without. Five log-probabilities a token took
+35 us each in the first version (pull 9880).
 """
 SYNCHRONIZATION = Duration(1046e-6)
 """Seconds of a step of SGLang until March 2026 with log-probabilities: 196.23 tokens/s of one request
@@ -118,7 +121,8 @@ FITS = {
         ),
         is_fitted=lambda row: False,
         note="nothing: `step` is that of vLLM 0.6, which does not schedule asynchronously either, and `request` the "
-        "paper's: 5.8 ms for 256 rollouts, where 5 to 6 are published (vLLM issue 10634, pull 11133); `layer` and "
+        "paper's: 5.8 ms for 256 rollouts, where 5 to 6 are published for Llama-2-7B with engines of 2024 (vLLM issue 10634, "
+        "pull 11133); `log_prob` is that of one L20, a model of 0.5B and an HTTP server (pull 57442); `layer` and "
         "formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
     ),
     "vllm-0.19": Fit(

@@ -17,7 +17,8 @@ has no constant of its own. fp8 steps of vLLM 0.11 are predicted from measured k
 extra work in its code. vLLM sorts logits only for `rollout.top_p` or `rollout.top_k` (0.10 to 0.17,
 v1/sample/ops/topk_topp_sampler.py), and RL samples from all tokens. The two terms of
 log-probabilities come from published throughput with and without them, on models so small that the
-host limits the step. They add to the step: RL frameworks launch the next step after the results of
+host limits the step. vLLM's were measured on one L20 with a model of 0.5B, behind its HTTP server
+(pull request 57442). So its JSON is in them, and no source says what remains without. They add to the step: RL frameworks launch the next step after the results of
 the last one.
 """
 
