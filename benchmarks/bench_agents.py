@@ -64,7 +64,7 @@ CASES = {
     "retry": Case(
         "benchmarks/agentic-retry.toml",
         "quickstart",
-        40,
+        60,
         "reasoning-gym's chain_sum, three attempts; each wrong one halves the reward",
     ),
     "verifiers": Case(
