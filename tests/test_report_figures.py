@@ -34,8 +34,8 @@ ERROR = ModelError(
     high=1.25,
     datasheet_share=0.3,
     stages={
-        "generation": StageError(share=0.7, error=0.2),
-        "train": StageError(share=0.3, error=0.5),
+        "generation": StageError(share=0.7, low=1 / 1.2, high=1.2),
+        "train": StageError(share=0.3, low=1 / 1.5, high=1.5),
     },
 )
 

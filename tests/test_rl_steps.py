@@ -22,7 +22,7 @@ from streamrl.runfile.files import make_run
 from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.fidelity import rl_steps
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
-from streamrl.sim.fidelity.published_rows import Row, summarise
+from streamrl.sim.fidelity.published_rows import Row, band_text, in_band_text, summarise
 from streamrl.sim.fidelity.ratios import PAIRS
 from streamrl.sim.fidelity.rl_steps import (
     PhaseSeconds,
@@ -36,6 +36,8 @@ from streamrl.sim.fidelity.scorecard import (
     BEGIN,
     END,
     LIMITS,
+    MANY_GPUS,
+    OF_MANY_GPUS,
     _told,
     partition_of,
     scorecard,
@@ -221,6 +223,9 @@ def test_a_published_figure_is_in_the_band_of_its_prediction_or_it_is_not() -> N
     assert [row.is_in_band for row in rows] == [False, True, None, False]
     assert summarise(rows).in_band == pytest.approx(1 / 3)
     assert summarise(rows[2:3]).in_band is None
+    assert summarise(rows).above_band == pytest.approx(1 / 3)
+    assert in_band_text(summarise(rows)) == "33% / 33% / 33%"
+    assert band_text(summarise(rows[:1])) == "-11% to +10%"
 
 
 def test_a_fitted_row_is_judged_without_its_model() -> None:
@@ -282,6 +287,15 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     ) and memory.endswith("10.0% of 1 |")
 
 
+def test_large_steps_have_a_line_of_their_own_too() -> None:
+    basis = StepBasis(replicas={}, trainer={}, partition=("dense", "hopper", "a framework"))
+    step = replace(ROW, stage="step", basis=basis, band=(8.0, 9.9))
+    sets = {"steps": [replace(step, num_gpus=number) for number in (MANY_GPUS - 1, MANY_GPUS)]}
+    every, large = list(scorecard(sets))[2:]
+    assert "| 2 | 1 | 10.0% |" in every
+    assert large.startswith(f"| {OF_MANY_GPUS} | 1 | 1 | 10.0% |") and "0% / 100% / 0%" in large
+
+
 def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_choice_would_get() -> (
     None
 ):
@@ -304,7 +318,7 @@ def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_c
     )
     told = "\n".join(_told({"steps": steps, "ratios": pairs}, [figure]))
     assert "They cover 0 of the 1 steps that are not of a page." in told
-    assert "3 of 3 whole steps without a fit take longer" in told
+    assert "3 of 3 whole steps without a fit take longer" in told and "10.0% too short" in told
     assert "In 0 of them the faster mode" in told and "wrong in 1." in told
     assert "In 1 of 2 ratios of StreamRL's Figure 8" in told and "1 of 1 targets" in told
 

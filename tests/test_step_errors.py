@@ -13,12 +13,13 @@ from streamrl.hardware.step_errors import PATH, StageErrors, StepErrors, step_er
 from streamrl.record.band import StepBasis, model_error_of
 from streamrl.record.metrics import measure, steady_basis
 from streamrl.sim.fidelity.bands import (
+    BEYOND,
     COVERAGE,
     RESIDUALS,
     Residual,
     derive,
     errors_text,
-    left_out_factors,
+    left_out_bands,
     read_residuals,
     residuals_of,
     with_bands,
@@ -38,14 +39,14 @@ ERRORS = StepErrors(
     sources=0,
     within_source=0.5,
     priors=(8.0, 4.0),
-    scale=1.0,
-    left_out_scale=1.0,
+    sides=(1.0, 1.0),
+    left_out_sides=(1.0, 1.0),
     stages={
         stage: StageErrors(rows=0, sources=0, own=None, spread={"all": 0.3, "dense": spread})
         for stage, spread in (("generation", 0.2), ("score", 0.1), ("train", 0.1), ("sync", 0.4))
     },
     correlation={"generation train": 0.5},
-    factors={"all": 2.0, "dense": 1.5, "dense, hopper": 1.0, "measured": 1.0},
+    factors={"all": 2.0, "dense": 1.5, "dense, hopper": 1.0},
 )
 HOPPER = ("dense", "hopper", "named framework")
 ROW = Row(
@@ -70,7 +71,18 @@ def test_errors_of_stages_add_up_as_far_as_they_are_correlated() -> None:
     found = model_error_of(basis, errors=ERRORS)
     assert log(found.high) == pytest.approx(variance**0.5) == -log(found.low)
     assert found.stages["generation"].share == 0.6
-    assert found.stages["train"].error == pytest.approx(exp(0.1) - 1)
+    assert found.stages["train"].high == pytest.approx(exp(0.1))
+
+
+def test_the_expensive_side_of_a_band_has_a_factor_of_its_own() -> None:
+    errors = replace(ERRORS, sides=(0.5, 2.0))
+    basis = StepBasis(replicas={"generation": 1.0}, trainer={}, partition=HOPPER)
+    found = model_error_of(basis, errors=errors)
+    assert (log(found.low), log(found.high)) == pytest.approx((-0.5 * 0.2, 2.0 * 0.2))
+    assert found.of_stages == "generation 100 % of the step, -10 to +49 %"
+    measured = replace(basis, tiers={"generation": {"measured": 1.0}})
+    timed = model_error_of(measured, errors=errors)
+    assert timed.high == pytest.approx(1 / timed.low) == pytest.approx(1.21)
 
 
 def test_a_partition_that_is_unknown_has_the_factor_of_the_nearest_larger_one() -> None:
@@ -157,8 +169,8 @@ def test_a_step_is_judged_by_other_sources() -> None:
     rows.append(replace(ROW, source="far", predicted=(2.0, 2.0)))
     found = with_bands(rows, [], ERRORS)
     assert [row.is_in_band for row in found] == [True, True, True, False]
-    alone = left_out_factors(residuals_of(rows), (8.0, 4.0))
-    assert log(alone["far", "a step"]) == pytest.approx(log(10 / 9), rel=0.01)
+    below, above = left_out_bands(residuals_of(rows), (8.0, 4.0))["far", "a step"]
+    assert (below, above) == pytest.approx((log(10 / 9),) * 2, rel=0.01)
 
 
 def test_rows_of_a_fit_and_ranges_count_by_their_middle() -> None:
@@ -180,12 +192,14 @@ def test_the_profile_is_what_the_residuals_give(tmp_path: Path) -> None:
 def test_bands_cover_eight_in_ten_steps_of_sources_that_were_left_out() -> None:
     residuals = read_residuals(DOCS / RESIDUALS)
     steps = [each for each in residuals if each.stage == "step"]
-    factors = left_out_factors(residuals, step_errors().priors, step_errors().left_out_scale)
-    found = [factors[each.source, each.name] for each in steps]
-    sizes = [abs(each.error) for each in steps]
-    covered = np.mean([size <= log(factor) for size, factor in zip(sizes, found, strict=True)])
-    assert LEAST_COVERAGE <= covered <= MOST_COVERAGE
-    halves = [(factor - 1 / factor) / 2 for factor in found]
+    bands = left_out_bands(residuals, step_errors().priors, step_errors().left_out_sides)
+    found = [bands[each.source, each.name] for each in steps]
+    errors_of = [each.error for each in steps]
+    above = np.mean([error > most for error, (_, most) in zip(errors_of, found, strict=True)])
+    below = np.mean([-error > least for error, (least, _) in zip(errors_of, found, strict=True)])
+    assert above == pytest.approx(BEYOND, abs=0.02) and below == pytest.approx(BEYOND, abs=0.02)
+    assert LEAST_COVERAGE <= 1 - above - below <= MOST_COVERAGE
+    halves = [(exp(above) - exp(-below)) / 2 for below, above in found]
     errors = [abs(each.predicted / each.published - 1) for each in steps]
     assert np.median(halves) <= WIDEST * np.quantile(errors, COVERAGE)
 
@@ -197,5 +211,8 @@ WIDEST = 1.4
 def test_steps_of_all_sources_are_in_the_bands_that_reports_show() -> None:
     steps = [each for each in read_residuals(DOCS / RESIDUALS) if each.stage == "step"]
     shown = [model_error_of(each.basis) for each in steps]
-    inside = [abs(each.error) <= log(band.high) for each, band in zip(steps, shown, strict=True)]
+    errors = [exp(each.error) for each in steps]
+    inside = [band.low <= error <= band.high for error, band in zip(errors, shown, strict=True)]
+    above = [error > band.high for error, band in zip(errors, shown, strict=True)]
+    assert np.mean(above) <= BEYOND + 0.02
     assert 0.7 <= np.mean(inside) <= 0.9

@@ -11,9 +11,9 @@ A residual is the logarithm of published over predicted seconds. All errors come
    prediction with a normalised score (Lei et al. 2018, Distribution-free predictive inference for regression). There
    is a factor for each partition; one with few rows is pulled towards the larger one that it is part of.
 
-5. The band of a row is computed without its source. One factor scales all bands, so that 80 % of these rows are in them
-   (the idea of the jackknife+, Barber et al. 2021). Bands of reports rest on all sources. Their factor is larger if less
-   than 80 % of the rows are in them.
+5. The band of a row is computed without its source. Two factors scale the lower and the upper half of all bands, so that
+   10 % of these rows are below and 10 % above (the idea of the jackknife+, Barber et al. 2021). Bands of reports rest on
+   all sources. Their factors are larger if more than 10 % of the rows are beyond an end.
 
 The strength of pooling has the lowest mean interval score of left-out sources (Gneiting and Raftery 2007, Strictly
 proper scoring rules, prediction and estimation). The score is the width of bands, plus ten times the distance of
@@ -35,7 +35,6 @@ import numpy as np
 from streamrl.hardware.step_errors import (
     ALL,
     STAGES,
-    Basis,
     Kind,
     Stage,
     StageErrors,
@@ -51,8 +50,10 @@ COVERAGE = 0.8
 PRIORS = tuple((stages, steps) for stages in (8.0, 32.0, 128.0, 512.0) for steps in (4.0, 16.0))
 """Rows that a larger partition may count as, beside the rows of a smaller one: for stages, and for steps."""
 DATASHEET_TIERS: tuple[Tier, ...] = ("scaled", "roofline")
-MEASURED: Basis = "measured"
-"""The partition of seconds that were measured on the machine itself: they have the error of executed runs, as it is."""
+BEYOND = (1 - COVERAGE) / 2
+"""Share of steps beyond either end of their band."""
+Sides = tuple[float, float]
+"""Of a band: its lower and its upper half. Distances are of logarithms, and positive."""
 LEAST = 0.02
 """Least spread: published seconds are rounded."""
 
@@ -154,50 +155,63 @@ def _residual(row: Row) -> Residual:
 
 def derive(residuals: Sequence[Residual]) -> StepErrors:
     """Return the errors of steps that residuals show."""
-    scales = {prior: _scale(residuals, prior) for prior in PRIORS}
+    sides = {prior: _left_out_sides(residuals, prior) for prior in PRIORS}
     scores = {
-        prior: _score(residuals, left_out_factors(residuals, prior, scale))
-        for prior, scale in scales.items()
+        prior: _score(residuals, left_out_bands(residuals, prior, of))
+        for prior, of in sides.items()
     }
     best = min(scores, key=lambda prior: scores[prior])
-    shown = _derive(residuals, best, 1.0)
-    factors = {
-        (each.source, each.name): model_error_of(each.basis, errors=shown).high
+    shown = _derive(residuals, best, (1.0, 1.0))
+    bands = {
+        (each.source, each.name): _half_bands(each, shown)
         for each in residuals
         if each.stage == "step"
     }
-    scale = max(scales[best], _scale_of(residuals, factors))
-    found = _derive(residuals, best, scale)
-    return msgspec.structs.replace(found, left_out_scale=scales[best])
+    below, above = map(max, zip(sides[best], _sides_of(residuals, bands), strict=True))
+    found = _derive(residuals, best, (below, above))
+    return msgspec.structs.replace(found, left_out_sides=sides[best])
 
 
-def _scale(residuals: Sequence[Residual], prior: tuple[float, float]) -> float:
-    """Return the factor with which bands cover `COVERAGE` of the steps of left-out sources."""
-    return _scale_of(residuals, left_out_factors(residuals, prior))
+def _left_out_sides(residuals: Sequence[Residual], prior: tuple[float, float]) -> Sides:
+    """Return the factors with which `BEYOND` of the steps of left-out sources is beyond either end of their bands."""
+    return _sides_of(residuals, left_out_bands(residuals, prior))
 
 
-def _scale_of(residuals: Sequence[Residual], factors: Mapping[tuple[str, str], float]) -> float:
-    """Return the factor with which these bands cover `COVERAGE` of the published steps."""
+def _sides_of(residuals: Sequence[Residual], bands: Mapping[tuple[str, str], Sides]) -> Sides:
+    """Return the factors of both sides of these bands with which `BEYOND` of the published steps is beyond either end."""
     steps = [each for each in residuals if each.stage == "step"]
-    sizes = [abs(each.error) / log(factors[each.source, each.name]) for each in steps]
-    return round(float(np.quantile(sizes, COVERAGE)), 4) if sizes else 1.0
+    if not steps:
+        return 1.0, 1.0
+    below, above = (
+        np.quantile(
+            [sign * each.error / bands[each.source, each.name][side] for each in steps], 1 - BEYOND
+        )
+        for side, sign in enumerate((-1, 1))
+    )
+    return max(LEAST, round(float(below), 4)), max(LEAST, round(float(above), 4))
 
 
-def left_out_factors(
-    residuals: Sequence[Residual], prior: tuple[float, float], scale: float = 1.0
-) -> dict[tuple[str, str], float]:
-    """Return by source and name of a step the factor of its band, computed without its source.
+def left_out_bands(
+    residuals: Sequence[Residual], prior: tuple[float, float], sides: Sides = (1.0, 1.0)
+) -> dict[tuple[str, str], Sides]:
+    """Return by source and name of a step both halves of its band, computed without its source.
 
-    The band is from the prediction divided by the factor to the prediction times the factor.
+    The band is from exp(-lower) to exp(upper), times the prediction.
     """
-    found: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], Sides] = {}
     steps = [each for each in residuals if each.stage == "step"]
     for source in dict.fromkeys(each.source for each in steps):
-        errors = _derive([each for each in residuals if each.source != source], prior, scale)
+        errors = _derive([each for each in residuals if each.source != source], prior, sides)
         for each in steps:
             if each.source == source:
-                found[source, each.name] = model_error_of(each.basis, errors=errors).high
+                found[source, each.name] = _half_bands(each, errors)
     return found
+
+
+def _half_bands(step: Residual, errors: StepErrors) -> Sides:
+    """Return both halves of the band of a published step."""
+    found = model_error_of(step.basis, errors=errors)
+    return -log(found.low), log(found.high)
 
 
 def with_bands(
@@ -208,32 +222,35 @@ def with_bands(
     Args:
         steps: rows of RL steps and their stages.
         others: further rows of stages, such as training steps.
-        errors: has the strength of pooling and the scale; by default those that these rows give.
+        errors: has the strength of pooling and the factors of both sides; by default those that these rows give.
     """
     residuals = residuals_of([*steps, *others])
     errors = errors or derive(residuals)
-    factors = left_out_factors(residuals, errors.priors, errors.left_out_scale)
+    bands = left_out_bands(residuals, errors.priors, errors.left_out_sides)
     found = []
     for row in steps:
         if row.stage == "step":
-            factor = factors[row.source, row.name]
-            row = msgspec.structs.replace(row, band=(row.best / factor, row.best * factor))
+            below, above = bands[row.source, row.name]
+            row = msgspec.structs.replace(row, band=(row.best * exp(-below), row.best * exp(above)))
         found.append(row)
     return found
 
 
-def _score(residuals: Sequence[Residual], factors: Mapping[tuple[str, str], float]) -> float:
+def _score(residuals: Sequence[Residual], bands: Mapping[tuple[str, str], Sides]) -> float:
     """Return the mean interval score of bands, on a logarithmic scale. Every source has the same weight."""
     of_sources = []
     for steps in _grouped((e for e in residuals if e.stage == "step"), lambda each: each.source):
-        halves = [log(factors[each.source, each.name]) for each in steps]
-        misses = [max(0.0, abs(e.error) - half) for e, half in zip(steps, halves, strict=True)]
-        of_sources.append(2 * fmean(halves) + 2 / (1 - COVERAGE) * fmean(misses))
+        halves = [bands[each.source, each.name] for each in steps]
+        misses = [
+            max(0.0, each.error - above, -each.error - below)
+            for each, (below, above) in zip(steps, halves, strict=True)
+        ]
+        of_sources.append(fmean(map(sum, halves)) + fmean(misses) / BEYOND)
     return fmean(of_sources)
 
 
-def _derive(residuals: Sequence[Residual], prior: tuple[float, float], scale: float) -> StepErrors:
-    """Return the errors of steps for one strength of pooling and one scale of bands."""
+def _derive(residuals: Sequence[Residual], prior: tuple[float, float], sides: Sides) -> StepErrors:
+    """Return the errors of steps for one strength of pooling, and factors of both sides of bands."""
     steps = [each for each in residuals if each.stage == "step"]
     alike = _within_source(residuals)
     stages = {stage: _stage(residuals, stage, prior[0], alike) for stage in STAGES}
@@ -247,12 +264,11 @@ def _derive(residuals: Sequence[Residual], prior: tuple[float, float], scale: fl
         priors=prior,
         stages=stages,
         correlation=_correlations(residuals, alike),
-        scale=1.0,
-        left_out_scale=scale,
+        sides=(1.0, 1.0),
+        left_out_sides=sides,
         factors={ALL: 1.0},
     )
-    factors = {**_factors(steps, found), MEASURED: round(1 / scale, 4)}
-    return msgspec.structs.replace(found, scale=scale, factors=factors)
+    return msgspec.structs.replace(found, sides=sides, factors=_factors(steps, found))
 
 
 def _within_source(residuals: Sequence[Residual]) -> float:
@@ -396,8 +412,8 @@ def errors_text(errors: StepErrors) -> str:
         f"sources = {errors.sources}",
         f"within_source = {errors.within_source}",
         f"priors = {list(errors.priors)}",
-        f"scale = {errors.scale}",
-        f"left_out_scale = {errors.left_out_scale}",
+        f"sides = {list(errors.sides)}",
+        f"left_out_sides = {list(errors.left_out_sides)}",
     ]
     for stage, of in errors.stages.items():
         lines += ["", f"[stages.{stage}]", f"rows = {of.rows}", f"sources = {of.sources}"]

@@ -37,7 +37,7 @@ class Partition(NamedTuple):
     in_band: float | None
     """Share of the published figures in the bands of their predictions; None without bands."""
     half_band: float | None
-    """Median of half the width of these bands, relative to the prediction."""
+    """Half the distance of the median ends of these bands, relative to the prediction."""
 
 
 Partitions = dict[tuple[str, str], Partition]
@@ -132,9 +132,9 @@ def _uncalibrated(new: Partition, old: Partition) -> Iterator[str]:
 
 
 def _partition(found: Summary) -> Partition:
+    half = None if found.band is None else (found.band[1] - found.band[0]) / 2
     in_band, half_band = (
-        None if figure is None else round(figure, DIGITS)
-        for figure in (found.in_band, found.half_band)
+        None if figure is None else round(figure, DIGITS) for figure in (found.in_band, half)
     )
     median, p90 = round(found.median, DIGITS), round(found.p90, DIGITS)
     return Partition(found.rows, median, p90, in_band, half_band)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from math import hypot, inf, sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -55,6 +55,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The stage of a step that the figure is about, or the whole step; None for figures of engines."""
     basis: StepBasis | None = None
     """What the prediction of a stage or step rests on."""
+    num_gpus: int | None = None
+    """GPUs of a published step; None for other figures."""
     partitions: tuple[str, ...] = ()
     """Groups of summaries, if the row counts in several."""
     note: str = ""
@@ -93,14 +95,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.width > UNKNOWN
 
     @property
-    def half_band(self) -> float | None:
-        """Return half the width of the band, relative to the prediction; None without a band."""
-        return None if self.band is None else (self.band[1] - self.band[0]) / 2 / self.best
-
-    @property
     def is_in_band(self) -> bool | None:
         """Return whether the published figure is in the band of the prediction; None without a band."""
         return self.band and self.band[0] <= middle(self.published) <= self.band[1]
+
+    @property
+    def is_above_band(self) -> bool | None:
+        """Return whether the published figure is above the band of the prediction; None without a band."""
+        return self.band and middle(self.published) > self.band[1]
 
     @property
     def evidence(self) -> Evidence:
@@ -127,8 +129,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The largest of them."""
     in_band: float | None = None
     """Share of the published figures that are in the bands of their predictions, of those with a band."""
-    half_band: float | None = None
-    """Median of half the width of these bands, relative to the prediction."""
+    above_band: float | None = None
+    """Share of the published figures that are above these bands."""
+    band: tuple[float, float] | None = None
+    """Medians of the lower and the upper ends of these bands, relative to the prediction."""
     rows_beside: int = 0
     """Rows that another tool predicts too."""
     median_beside: float | None = None
@@ -151,7 +155,8 @@ def summarise(rows: Sequence[Row]) -> Summary:
     """Return the summary of errors of rows."""
     errors = np.array([row.error for row in rows])
     in_band = [row.is_in_band for row in rows if row.is_in_band is not None]
-    halves = [row.half_band for row in rows if row.half_band is not None]
+    above = [row.is_above_band for row in rows if row.is_above_band is not None]
+    ends = [(row.band[0] / row.best, row.band[1] / row.best) for row in rows if row.band]
     others = np.array([row.error_beside for row in rows if row.error_beside is not None])
     return Summary(
         rows=len(rows),
@@ -162,7 +167,8 @@ def summarise(rows: Sequence[Row]) -> Summary:
         width=float(np.median([row.width for row in rows])),
         widest=max(row.width for row in rows),
         in_band=fmean(in_band) if in_band else None,
-        half_band=float(np.median(halves)) if halves else None,
+        above_band=fmean(above) if above else None,
+        band=tuple(np.median(ends, axis=0).tolist()) if ends else None,
         rows_beside=len(others),
         median_beside=float(np.median(abs(others))) if len(others) else None,
     )
@@ -183,29 +189,32 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("group")
     has_other = any(row.beside is not None for row in rows)
-    names = ("rows", "median", "p90", "bias", "range", "in band", "band")
+    names = ("rows", "median", "p90", "bias", "range", IN_BAND, "band")
     for name in (*names, *(("AIConfigurator",) * has_other)):
         table.add_column(name, justify="right", no_wrap=True)
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
         width = f"{found.width:.0%}" if found.width > 0 else ""
         errors = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"
-        figures = (str(found.rows), *errors, width, in_band_text(found), half_band_text(found))
+        figures = (str(found.rows), *errors, width, in_band_text(found), band_text(found))
         table.add_row(name, *figures, *((beside_text(found),) * has_other))
     return table
 
 
+IN_BAND = "in band / above / below"
+
+
 def in_band_text(found: Summary) -> str:
-    """Return the share of rows in their bands; nothing without bands."""
-    return "" if found.in_band is None else f"{found.in_band:.0%}"
-
-
-def half_band_text(found: Summary) -> str:
-    """Return a band of median width, relative to the prediction; nothing without bands."""
-    if found.half_band is None:
+    """Return the shares of rows in their bands, above them and below them; nothing without bands."""
+    if found.in_band is None or found.above_band is None:
         return ""
-    factor = found.half_band + hypot(found.half_band, 1)  # of half its distance from 1 / factor
-    return f"{1 / factor - 1:+.0%} to {factor - 1:+.0%}"
+    shares = (found.in_band, found.above_band, 1 - found.in_band - found.above_band)
+    return " / ".join(f"{max(0.0, share):.0%}" for share in shares)
+
+
+def band_text(found: Summary) -> str:
+    """Return the median ends of bands, relative to the prediction; nothing without bands."""
+    return "" if found.band is None else " to ".join(f"{end - 1:+.0%}" for end in found.band)
 
 
 def beside_text(found: Summary) -> str:

@@ -171,6 +171,11 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         return f"{gpu}, {kind}, {'asynchronous' if self.most_ahead else 'synchronous'}"
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs that generate or train."""
+        return sum(pool.num_gpus for pool in make_run(self.table).cluster.pools.values())
+
+    @property
     def most_ahead(self) -> int:
         """Steps that generation may be ahead of training; 0 if they take turns."""
         return choose_system(make_run(self.table).policies).staleness_bound
@@ -446,6 +451,7 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             basis=times[0].basis,
             is_fitted=stage in step.fitted,
             note=note,
+            num_gpus=step.num_gpus,
             source=step.source,
         )
         if row.has_unknown_inputs:

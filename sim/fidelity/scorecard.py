@@ -19,15 +19,16 @@ from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.step_errors import StepErrors
 from streamrl.record.band import model_error_of
 from streamrl.runfile.result_files import replacing
-from streamrl.sim.fidelity.bands import COVERAGE, derive, residuals_of
+from streamrl.sim.fidelity.bands import BEYOND, COVERAGE, derive, residuals_of
 from streamrl.sim.fidelity.paper_figure import PaperFigure
 from streamrl.sim.fidelity.published_rows import (
+    IN_BAND,
     Evidence,
     Row,
     Summary,
+    band_text,
     beside_text,
     grouped,
-    half_band_text,
     in_band_text,
     publisher,
     range_text,
@@ -62,6 +63,9 @@ SILICON = ("Hopper", "Blackwell")
 """Partitions of served points that the scorecard shows apart."""
 FEW = 20
 """Fewer rows have no 90th percentile; the page shows the worst one."""
+MANY_GPUS = 128
+OF_MANY_GPUS = f"whole RL steps: at least {MANY_GPUS} GPUs (rows that are counted above too)"
+"""The partition of large steps, which are also in the partitions of their models."""
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 """Marks of a page around the scorecard, which `streamrl validate --output docs` writes."""
 NOTES = {
@@ -90,9 +94,11 @@ HOW_TO_READ = (
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
     "  middle. The column shows the median width of the ranges. No such row counts as exact.",
     "- *unknown inputs*: rows whose range is wider than 10 %. They are in a partition of their own, by this width alone.",
-    "- *in band*: the share of published figures within a band that was computed without the row's source. It shall be 80 %.",
-    "  For served points with unknown inputs, the band is the range.",
-    "- *band*: such a band of median width. It is the prediction divided and multiplied by one factor.",
+    "- *in band / above / below*: the shares of published figures within a band, above it and below it. The band was computed",
+    "  without the row's source. They shall be 80, 10 and 10 %. A figure above is a step that costs more than its band says. For served",
+    "  points with unknown inputs, the band is the range.",
+    "- *band*: the median ends of such bands, relative to the prediction. The upper half is wider, because steps are more often",
+    "  predicted too short than too long.",
     "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model, or without its",
     "  source. Rows of the same source stay in some fits, so errors on a new source can be larger. The cell has median, p90 and",
     "  number of rows.",
@@ -111,9 +117,9 @@ HOW_BANDS_ARE_MADE = (
     "5. Residuals of whole steps, relative to that, have a factor that 80 % stay below. This is split conformal prediction. There",
     "   is a factor for dense and MoE models, and in each for GPU generations. A partition with few rows is pulled towards the",
     "   larger one.",
-    "6. The band of each published step is computed without its source. One factor scales all bands, so that 80 % of these steps",
-    "   are in them (the idea of the jackknife+, Barber et al. 2021). Bands of reports rest on all sources. Their factor is larger",
-    "   if less than 80 % of the published steps are in them.",
+    "6. The band of each published step is computed without its source. Two factors scale the lower and the upper halves of all",
+    "   bands, so that 10 % of these steps are below and 10 % above (the idea of the jackknife+, Barber et al. 2021). Bands of reports",
+    "   rest on all sources. Their factors are larger if more than 10 % of the published steps are beyond an end.",
     "7. Seconds that are scaled from other GPUs, or were never checked, have a further spread ([costs](costs.md)). Seconds that were",
     "   measured on the machine itself have the error of executed runs.",
     "",
@@ -206,7 +212,7 @@ def sections(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure] = (
         has_other = any(row.beside is not None for row in rows)
         yield from (
             "",
-            "| group | rows | median | p90 | bias | range | in band | band |"
+            f"| group | rows | median | p90 | bias | range | {IN_BAND} | band |"
             + " AIConfigurator |" * has_other,
             "|---|---|---|---|---|---|---|---|" + "---|" * has_other,
         )
@@ -238,7 +244,9 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     for name, some in sets.items():
         for row in sorted(some, key=lambda each: each.stage == "step"):  # stages before whole steps
             rows.setdefault(partition_of(name, row), []).append(row)
-    yield "| published | rows without a fit | sources | median | p90 | bias | range | in band | band | fitted rows: left out | in sample |"
+            if row.stage == "step" and row.num_gpus is not None and row.num_gpus >= MANY_GPUS:
+                rows.setdefault(OF_MANY_GPUS, []).append(row)
+    yield f"| published | rows without a fit | sources | median | p90 | bias | range | {IN_BAND} | band | fitted rows: left out | in sample |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     free = {
         partition: [row for row in some if row.evidence == "not fitted"]
@@ -312,8 +320,8 @@ def _elsewhere(banded: Sequence[Row]) -> str:
     ((most, _),) = Counter(pages).most_common(1)
     others = [row.is_in_band for row, page in zip(banded, pages, strict=True) if page != most]
     return (
-        f"Bands of whole steps cover {COVERAGE:.0%} of all steps by construction. They cover {sum(map(bool, others))} of the "
-        f"{len(others)} steps that are not of {most}."
+        f"Bands of whole steps cover {COVERAGE:.0%} of all steps by construction, and {BEYOND:.0%} are above and below. They cover "
+        f"{sum(map(bool, others))} of the {len(others)} steps that are not of {most}."
     )
 
 
@@ -327,9 +335,10 @@ def _bias(banded: Sequence[Row]) -> str:
         partitions.setdefault(partition_of("steps", row).partition(": ")[2], []).append(row)
     errors = {name: summarise(some) for name, some in partitions.items()}
     worst = max(errors, key=lambda name: errors[name].median)
-    longer = sum(row.error < 0 for row in free)
+    longer = [-row.error for row in free if row.error < 0]
     return (
-        f"{longer} of {len(free)} whole steps without a fit take longer than predicted. Of whole steps, those of "
+        f"{len(longer)} of {len(free)} whole steps without a fit take longer than predicted, and their predictions are "
+        f"{np.median(longer or [0.0]):.1%} too short in median. Of whole steps, those of "
         f"{worst} have the largest median error: {errors[worst].median:.1%}. {_met(errors.values())}"
     )
 
@@ -400,7 +409,7 @@ def _bands(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
 def _coverage(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
     """Yield how many published steps are in bands without their source, and in the bands that reports show."""
     errors = derive(residuals_of(rows))
-    yield "| steps | number | in band without their source | that band | in the band of reports | that band | 80 % of errors are below |"
+    yield f"| steps | number | without their source: {IN_BAND} | that band | bands of reports: {IN_BAND} | that band | 80 % of errors are below |"
     yield "|---|---|---|---|---|---|---|"
     groups: dict[str, list[Row]] = {}
     for row in banded:
@@ -412,15 +421,15 @@ def _coverage(rows: Sequence[Row], banded: Sequence[Row]) -> Iterator[str]:
         found = summarise(some)
         shown = summarise([_with_reported_band(row, errors) for row in some])
         most = float(np.quantile([abs(row.error) for row in some], COVERAGE))
-        bands = " | ".join(f"{in_band_text(one)} | {half_band_text(one)}" for one in (found, shown))
+        bands = " | ".join(f"{in_band_text(one)} | {band_text(one)}" for one in (found, shown))
         yield f"| {name} | {found.rows} | {bands} | {most:.0%} |"
 
 
 def _with_reported_band(row: Row, errors: StepErrors) -> Row:
     """Return a published step with the band of a report, which rests on all sources."""
     assert row.basis is not None, "a step has a basis"
-    factor = model_error_of(row.basis, errors=errors).high
-    return msgspec.structs.replace(row, band=(row.best / factor, row.best * factor))
+    error = model_error_of(row.basis, errors=errors)
+    return msgspec.structs.replace(row, band=(row.best * error.low, row.best * error.high))
 
 
 def _figures(found: Summary) -> str:
@@ -429,7 +438,7 @@ def _figures(found: Summary) -> str:
     errors = f"{found.median:.1%} | {high} | {found.bias:+.1%}"
     width = f"{found.width:.0%}" if found.width > 0 else ""
     width += f" (widest {found.widest:.0%})" if found.widest > found.width else ""
-    return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {half_band_text(found)}"
+    return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {band_text(found)}"
 
 
 def stamp() -> str:

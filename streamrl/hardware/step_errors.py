@@ -53,10 +53,10 @@ class StepErrors(ProfileTable, frozen=True, kw_only=True):
     """Correlation of the errors of one source."""
     priors: tuple[float, float]
     """Rows that a larger partition counts as, beside the rows of a smaller one: for stages, and for steps."""
-    scale: float
-    """Factor of all bands. With it they cover at least `coverage` of the published steps, and of the steps of left-out
-    sources."""
-    left_out_scale: float
+    sides: tuple[float, float]
+    """Factors of all bands below and above their predictions. At most half of the share 1 - `coverage` of the published
+    steps, and of the steps of left-out sources, is beyond either end."""
+    left_out_sides: tuple[float, float]
     """The same for the steps of left-out sources alone."""
     stages: dict[Stage, StageErrors]
     correlation: dict[str, float]
@@ -92,6 +92,13 @@ class StepErrors(ProfileTable, frozen=True, kw_only=True):
         """Return the factor of a partition, or that of the nearest larger one that is known."""
         return _nearest(self.factors, partition)
 
+    def factors_of_sides(self, partition: Sequence[str]) -> tuple[float, float]:
+        """Return the factors of a band below and above its prediction; both 1 for seconds that were measured."""
+        if tuple(partition) == MEASURED_PATH:
+            return 1.0, 1.0
+        below, above = self.sides
+        return below * self.factor(partition), above * self.factor(partition)
+
     def critical(self, replicas: Shares, trainer: Shares, spreads: Shares) -> dict[Stage, float]:
         """Return by how much of a step each stage moves it.
 
@@ -123,6 +130,8 @@ class StepErrors(ProfileTable, frozen=True, kw_only=True):
 
 ALL = "all"
 """The partition of all steps."""
+MEASURED_PATH: tuple[Basis] = ("measured",)
+"""The partition of seconds that were measured on the machine itself: they have the error of executed runs, as it is."""
 SPREAD_OF_NORMAL = 1.2816
 """Share 0.8 of a normal distribution is within this many standard deviations."""
 

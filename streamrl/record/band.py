@@ -3,7 +3,8 @@
     band  =  95 % interval of the mean step  x  model error of the step
 
 The model error is the one of `streamrl.hardware.step_errors`: eight in ten published steps whose source was
-left out are within it. A recorded run was measured by a clock and has no model error.
+left out are within it, one in ten is longer and one in ten shorter. A recorded run was measured by a clock and has no
+model error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from streamrl.engine.trace import Trace
 from streamrl.hardware.efficiency import scaled_errors
 from streamrl.hardware.step_errors import (
+    MEASURED_PATH,
     SPREAD_OF_NORMAL,
     STAGES,
     Basis,
@@ -56,8 +58,15 @@ class StageError(msgspec.Struct, frozen=True, kw_only=True):
 
     share: Number
     """By how much of a step this stage moves it: 1 % more of the stage is `share` % more of the step."""
-    error: NotNegative
-    """Eight in ten published figures are within this relative error."""
+    low: Number
+    """Lowest ratio of true to simulated seconds."""
+    high: Number
+    """Highest ratio of true to simulated seconds."""
+
+    @property
+    def text(self) -> str:
+        """Return the error: "-22 to +28 %"."""
+        return error_text(self.low, self.high)
 
 
 class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +86,7 @@ class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path(self) -> tuple[str, ...]:
         """The partition of its factor: measured seconds have their own, others go by kind of model and silicon."""
-        return ("measured",) if self.rests_on == "measured" else self.partition[:2]
+        return MEASURED_PATH if self.rests_on in MEASURED_PATH else self.partition[:2]
 
     @property
     def rests_on(self) -> Basis:
@@ -153,17 +162,17 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_step(self) -> str:
         """Return the one error of the step: "-22 to +28 %"."""
-        return f"-{(1 - self.low) * 100:.0f} to +{(self.high - 1) * 100:.0f} %"
+        return error_text(self.low, self.high)
 
     @property
     def of_stages(self) -> str:
-        """Return what the error is made of: "generation 62 % of the step ± 21 %, train 30 % ± 15 %"."""
+        """Return what the error is made of: "generation 62 % of the step, -17 to +28 %; train 30 % of the step, -9 to +15 %"."""
         told = [
-            f"{stage} {format_share(part.share, 0)} of the step ± {format_share(part.error, 0)}"
+            f"{stage} {format_share(part.share, 0)} of the step, {part.text}"
             for stage, part in self.stages.items()
             if part.share >= WORTH_A_NAME
         ]
-        return listing(told)
+        return "; ".join(told)
 
     def _parts(self) -> str:
         """Return what takes most of the seconds from datasheets: " (12 % attention of decode on A100)"."""
@@ -224,20 +233,27 @@ def model_error_of(
     stages = [STAGE_OF_OPERATION[each] for each in unchecked if each in STAGE_OF_OPERATION]
     spreads = basis.spreads(errors, stages)
     shares = errors.critical(basis.replicas, basis.trainer, spreads)
-    factor = errors.scale * errors.factor(basis.path)
-    half = factor * errors.combined(shares, spreads)
+    below, above = errors.factors_of_sides(basis.path)
+    spread = errors.combined(shares, spreads)
     return ModelError(
-        low=exp(-half),
-        high=exp(half),
+        low=exp(-below * spread),
+        high=exp(above * spread),
         datasheet_share=datasheet_part,
         unchecked=list(unchecked),
         datasheets=dict(datasheets),
         stages={
-            stage: StageError(share=share, error=exp(factor * spreads[stage]) - 1)
+            stage: StageError(
+                share=share, low=exp(-below * spreads[stage]), high=exp(above * spreads[stage])
+            )
             for stage, share in shares.items()
             if share > 0
         },
     )
+
+
+def error_text(low: float, high: float) -> str:
+    """Return the ends of an error, as ratios of true to simulated seconds: "-22 to +28 %"."""
+    return f"-{(1 - low) * 100:.0f} to +{(high - 1) * 100:.0f} %"
 
 
 def basis_of(

@@ -10,7 +10,8 @@ from streamrl.record.band import ModelError
 
 METHOD = (
     "The band takes the least and the most of the simulated seeds, of one seed the 95 % interval of its mean step, and stretches both by "
-    "the error of the step: eight in ten published steps whose source was left out are within it (`streamrl validate steps`)."
+    "the error of the step: of ten published steps whose source was left out, eight are within it and one is longer "
+    "(`streamrl validate steps`)."
 )
 SHARED = (
     "Two plans on the same GPUs share most of these errors, so which of them is cheaper is surer than what "
@@ -51,7 +52,7 @@ class Band:
         if self.error is None:
             return
         for stage, part in self.error.stages.items():
-            yield stage, part.share, 1 / (1 + part.error), 1 + part.error
+            yield stage, part.share, part.low, part.high
         yield OF_STEP, None, self.error.low, self.error.high
 
     @property
