@@ -8,11 +8,14 @@ import pytest
 from streamrl.runfile.files import make_run
 from streamrl.sim.fidelity.published_rows import Row
 from streamrl.sim.fidelity.ratios import (
+    DOUBLED,
+    DOUBLED_ASYNCHRONOUS,
+    doubled_of,
     load_ratios,
     meets,
+    num_reversed,
     pairs_of,
     ratio_rows,
-    wrong_modes,
 )
 from streamrl.sim.fidelity.rl_steps import load_published, with_keys
 
@@ -51,23 +54,50 @@ def check(rows: dict[str, Row]) -> None:
     assert 1 < low < middle < high, "more GPUs gain more"
 
 
-def test_a_synchronous_and_an_asynchronous_step_of_one_run_are_a_pair() -> None:
-    def step(name: str, published: float, predicted: float) -> Row:
-        return Row(
-            name=f"{name}: step",
-            group="whole steps",
-            shape="a",
-            unit="s",
-            published=(published,) * 2,
-            predicted=(predicted,) * 2,
-            stage="step",
-            source="a page",
-        )
+def step(name: str, published: float, predicted: float) -> Row:
+    (num_gpus,) = (int(word) for word in name.split() if word.isdigit() and int(word) > 1)
+    return Row(
+        name=f"{name}: step",
+        group="whole steps",
+        shape="a",
+        unit="s",
+        published=(published,) * 2,
+        predicted=(predicted,) * 2,
+        stage="step",
+        num_gpus=num_gpus,
+        source="a page",
+    )
 
+
+def test_a_step_on_twice_the_gpus_is_a_pair_of_the_same_mode_or_of_the_asynchronous_one() -> None:
+    rows = [step("A on 8 H100, on policy", 10, 10), step("A on 16 H100, on policy", 12, 6)]
+    rows += [step("A on 16 H100, 1 step off", 5, 4), step("A on 16 GB200, on policy", 3, 3)]
+    rows += [
+        step("A on 32 H100, 1 step off", 4, 3),
+        step("B on 8 H20", 9, 9),
+        step("B on 16 H20", 3, 6),
+    ]
+    pairs = {row.name: row for row in doubled_of(rows)}
+    assert list(pairs) == [
+        "A: 8 H100, on policy to 16 H100, on policy",
+        "A: 8 H100, on policy to 16 H100, 1 step off",
+        "A: 16 H100, on policy to 32 H100, 1 step off",
+        "A: 16 H100, 1 step off to 32 H100, 1 step off",
+        "B: 8 H20 to 16 H20",
+    ]
+    groups = [row.group for row in pairs.values()]
+    assert [group == DOUBLED for group in groups] == [True, False, False, True, True]
+    assert set(groups) == {DOUBLED, DOUBLED_ASYNCHRONOUS}
+    slower, *_, last = pairs.values()
+    assert (slower.published[0], slower.predicted[0]) == (10 / 12, 10 / 6)
+    assert last.published[0] == 3.0 and num_reversed(list(pairs.values())) == 1
+
+
+def test_a_synchronous_and_an_asynchronous_step_of_one_run_are_a_pair() -> None:
     rows = [step("A on 8 H100, on policy", 10, 10), step("A on 8 H100, 1 step off", 8, 12)]
     rows += [step("A on 16 H100, on policy", 5, 5), step("B on 8 H100, 1 step off", 5, 5)]
     (pair,) = pairs_of(rows)
     assert pair.name == "A on 8 H100: synchronous over asynchronous"
     assert pair.published[0] == 10 / 8 and pair.predicted[0] == 10 / 12
-    assert wrong_modes([pair]) == 1
-    assert wrong_modes([msgspec.structs.replace(pair, predicted=(1.1, 1.1))]) == 0
+    assert num_reversed([pair]) == 1
+    assert num_reversed([msgspec.structs.replace(pair, predicted=(1.1, 1.1))]) == 0

@@ -22,8 +22,15 @@ from streamrl.runfile.files import make_run
 from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.fidelity import rl_steps
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
-from streamrl.sim.fidelity.published_rows import Row, band_text, in_band_text, summarise
-from streamrl.sim.fidelity.ratios import PAIRS
+from streamrl.sim.fidelity.published_rows import (
+    Row,
+    band_text,
+    first_predictions,
+    in_band_text,
+    middle,
+    summarise,
+)
+from streamrl.sim.fidelity.ratios import DOUBLED, PAIRS
 from streamrl.sim.fidelity.rl_steps import (
     PhaseSeconds,
     Published,
@@ -38,6 +45,8 @@ from streamrl.sim.fidelity.scorecard import (
     LIMITS,
     MANY_GPUS,
     OF_MANY_GPUS,
+    TOTALS,
+    _bias,
     _told,
     partition_of,
     scorecard,
@@ -280,11 +289,29 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     }
     training, memory = list(scorecard(sets))[2:]
     cells = [cell.strip() for cell in training.strip("|").split("|")]
-    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[6] == "150% (widest 300%)"
-    assert cells[9:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
+    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[7] == "150% (widest 300%)"
+    assert cells[10:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
     assert memory.startswith(
         "| KV cache of replicas (most rows are of one report) | 0 |"
     ) and memory.endswith("10.0% of 1 |")
+
+
+def test_first_predictions_and_steps_without_published_stages_are_marked() -> None:
+    basis = StepBasis(
+        replicas={"generation": 1.0}, trainer={}, partition=("mixture", "hopper", "a framework")
+    )
+    name, (low, high) = next(iter(first_predictions().items()))
+    total = replace(ROW, name=name, stage="step", basis=basis, band=(8.0, 9.9), has_stages=False)
+    (line,) = list(scorecard({"steps": [total]}))[2:]
+    error = abs(middle((low, high)) / 10 - 1)
+    assert f", {TOTALS} | 1 | 1 | 10.0% | {error:.1%} |" in line
+    assert f"were {error:.1%} off in median, and today's are 10.0% off" in _bias([total])
+    assert any(f"{name} ({TOTALS})" in line for line in sections({"steps": [total]}))
+    published = {f"{step.name}: step": step for step in PUBLISHED.values()}
+    assert first_predictions().keys() <= published.keys()
+    assert len(first_predictions()) == sum(
+        step.stages.keys() == {"step"} for step in published.values()
+    )
 
 
 def test_large_steps_have_a_line_of_their_own_too() -> None:
@@ -292,7 +319,7 @@ def test_large_steps_have_a_line_of_their_own_too() -> None:
     step = replace(ROW, stage="step", basis=basis, band=(8.0, 9.9))
     sets = {"steps": [replace(step, num_gpus=number) for number in (MANY_GPUS - 1, MANY_GPUS)]}
     every, large = list(scorecard(sets))[2:]
-    assert "| 2 | 1 | 10.0% |" in every
+    assert "| 2 | 1 | 10.0% |  | worst 10.0% |" in every and TOTALS not in every
     assert large.startswith(f"| {OF_MANY_GPUS} | 1 | 1 | 10.0% |") and "0% / 100% / 0%" in large
 
 
@@ -316,9 +343,14 @@ def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_c
         found="",
         reversed=1,
     )
-    told = "\n".join(_told({"steps": steps, "ratios": pairs}, [figure]))
+    doubled = replace(pair, group=DOUBLED, published=(0.8, 0.8), predicted=(1.2, 1.2))
+    told = "\n".join(_told({"steps": steps, "ratios": [*pairs, doubled]}, [figure]))
+    assert "the same run, 1 pairs, published 0.80 to 0.80" in told and "sign reversed in 1." in told
     assert "They cover 0 of the 1 steps that are not of a page." in told
-    assert "3 of 3 whole steps without a fit take longer" in told and "10.0% too short" in told
+    assert (
+        "3 of 3 whole steps that no program fitted take longer" in told
+        and "10.0% too short" in told
+    )
     assert "In 0 of them the faster mode" in told and "wrong in 1." in told
     assert "In 1 of 2 ratios of StreamRL's Figure 8" in told and "1 of 1 targets" in told
 
@@ -339,7 +371,7 @@ def test_every_set_of_rows_has_its_place_in_the_scorecard() -> None:
 
 def test_a_range_does_not_count_as_exact_and_its_width_is_listed() -> None:
     (line,) = list(scorecard({"training": [replace(ROW, predicted=(5.0, 11.35))]}))[2:]
-    assert "| 24.7% | worst 24.7% | -24.7% | 127% |" in line
+    assert "| 24.7% |  | worst 24.7% | -24.7% | 127% |" in line
 
 
 def test_readme_and_page_have_the_same_scorecard() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import csv
+import functools
 from collections.abc import Iterable, Sequence
 from math import inf, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal
 
 import msgspec
 import numpy as np
 from rich.table import Table
 
+from streamrl.hardware.profiles import PROFILES
 from streamrl.hardware.step_errors import Stage
 from streamrl.record.band import StepBasis
 
+PUBLISHED = PROFILES / "published"
 UNKNOWN = 0.1
 """A prediction whose range is wider than this depends on inputs that its source does not state."""
 Evidence = Literal["not fitted", "left out", "in sample"]
@@ -55,6 +58,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The stage of a step that the figure is about, or the whole step; None for figures of engines."""
     basis: StepBasis | None = None
     """What the prediction of a stage or step rests on."""
+    has_stages: bool = True
+    """Whether stages of the step were published too; a right total of two wrong stages is not seen without them."""
     num_gpus: int | None = None
     """GPUs of a published step; None for other figures."""
     partitions: tuple[str, ...] = ()
@@ -143,6 +148,22 @@ def read_published(path: Path) -> list[dict[str, str]]:
     """Read a CSV table of profiles/published, without its comments."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@functools.cache
+def first_predictions() -> dict[str, tuple[float, float]]:
+    """Return by name the range of the first prediction of each row of which it was kept."""
+    table = read_published(PUBLISHED / "first_predictions.csv")
+    return {line["name"]: (float(line["lowest"]), float(line["highest"])) for line in table}
+
+
+def first_error(rows: Sequence[Row]) -> float | None:
+    """Return the median error of the first predictions of rows; None if one was not kept."""
+    first = [first_predictions().get(row.name) for row in rows]
+    if not first or None in first:
+        return None
+    pairs = zip(rows, first, strict=True)
+    return median(abs(middle(ends) / middle(row.published) - 1) for row, ends in pairs if ends)
 
 
 def publisher(source: str) -> str:

@@ -7,10 +7,10 @@ mostly the same in both modes and cancel. Both modes are simulated with the same
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -118,8 +118,8 @@ def pairs_of(steps: Sequence[Row]) -> list[Row]:
             group=PAIRS,
             shape=both[True].shape,
             unit="x",
-            published=(_over(both, "published"),) * 2,
-            predicted=(_over(both, "predicted"),) * 2,
+            published=(_published(both[True]) / _published(both[False]),) * 2,
+            predicted=(both[True].best / both[False].best,) * 2,
             note="mean lengths of the two are up to a tenth apart",
             source=both[True].source,
         )
@@ -128,17 +128,51 @@ def pairs_of(steps: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _over(both: Mapping[bool, Row], which: Literal["published", "predicted"]) -> float:
-    """Return the synchronous over the asynchronous seconds of a pair."""
-    return middle(getattr(both[True], which)) / middle(getattr(both[False], which))
+def doubled_of(steps: Sequence[Row]) -> list[Row]:
+    """Return how many times as fast a published step is on twice the GPUs, in the same mode or asynchronous instead.
+
+    Steps of one release and model, on GPUs of one type, are compared.
+
+    Args:
+        steps: rows of whole steps. Published mean lengths of the two are alike, not equal.
+    """
+    runs: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in steps:
+        run, _, mode = row.name.partition(f" on {row.num_gpus} ")
+        if row.stage == "step" and row.num_gpus is not None and mode:
+            runs.setdefault((run, row.num_gpus), {})[mode] = row
+    return [
+        Row(
+            name=f"{run}: {few} {mode} to {2 * few} {other}".replace(": step", ""),
+            group=DOUBLED if mode == other else DOUBLED_ASYNCHRONOUS,
+            shape=row.shape,
+            unit="x",
+            published=(_published(row) / _published(faster),) * 2,
+            predicted=(row.best / faster.best,) * 2,
+            is_fitted=row.is_fitted or faster.is_fitted,
+            note="mean lengths of the two are up to a tenth apart",
+            source=row.source,
+        )
+        for (run, few), modes in runs.items()
+        for mode, row in modes.items()
+        for other, faster in runs.get((run, 2 * few), {}).items()
+        if mode == other or mode.removesuffix(ON_POLICY) == other.removesuffix(ONE_OFF)
+    ]
 
 
-def wrong_modes(pairs: Sequence[Row]) -> int:
-    """Return in how many pairs the faster mode is predicted as the slower one."""
+def _published(row: Row) -> float:
+    return middle(row.published)
+
+
+def num_reversed(pairs: Sequence[Row]) -> int:
+    """Return in how many pairs the faster one of two steps is predicted as the slower one."""
     return sum((row.published[0] > 1) != (row.predicted[0] > 1) for row in pairs)
 
 
-ON_POLICY = "on policy: step"
+ON_POLICY, ONE_OFF = "on policy: step", "1 step off: step"
+"""How names of synchronous and of asynchronous steps end."""
+DOUBLED = "the same run on twice the GPUs"
+DOUBLED_ASYNCHRONOUS = "synchronous to asynchronous on twice the GPUs"
 PAIRS = "synchronous over asynchronous, published lengths"
 SYNCHRONOUS = "synchronous"
 

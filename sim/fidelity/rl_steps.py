@@ -452,6 +452,7 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             is_fitted=stage in step.fitted,
             note=note,
             num_gpus=step.num_gpus,
+            has_stages=not is_whole,
             source=step.source,
         )
         if row.has_unknown_inputs:

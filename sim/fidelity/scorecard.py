@@ -28,13 +28,15 @@ from streamrl.sim.fidelity.published_rows import (
     Summary,
     band_text,
     beside_text,
+    first_error,
+    first_predictions,
     grouped,
     in_band_text,
     publisher,
     range_text,
     summarise,
 )
-from streamrl.sim.fidelity.ratios import PAIRS, wrong_modes
+from streamrl.sim.fidelity.ratios import DOUBLED, DOUBLED_ASYNCHRONOUS, PAIRS, num_reversed
 from streamrl.sim.fidelity.served import coverage
 
 HISTORY = "fidelity-history.csv"
@@ -61,6 +63,9 @@ SHORT_TITLES = {
 """Begins of the scorecard's partitions."""
 SILICON = ("Hopper", "Blackwell")
 """Partitions of served points that the scorecard shows apart."""
+FREE = "rows no program fitted"
+TOTALS = "totals alone"
+"""Mark of whole steps of which no stage was published."""
 FEW = 20
 """Fewer rows have no 90th percentile; the page shows the worst one."""
 MANY_GPUS = 128
@@ -79,17 +84,24 @@ NOTES = {
     "lengths (generation of NeMo-RL 0.3) and whether a layer recomputes (RLinf, verl 0.5). Others are degrees and "
     "recomputation (Llama-3.1-70B with DTensor), the racks in which nodes are (MoE models on GB200), and the memory of KV "
     "caches (HybridFlow). No profile is of HybridFlow's vLLM 0.3.1. All other inputs are stated in the source or in the "
-    "recipe of its release, except the shape of lengths, whose range is narrower.",
+    "recipe of its release, except the shape of lengths, whose range is narrower. Of rows with *totals alone*, no stage was published.",
 }
 HOW_TO_READ = (
     "How to read it:",
     "",
-    "- *rows without a fit*: no program fitted a constant to these rows. But terms and inputs were chosen by people who knew them,",
-    "  so these errors are not blind. Predictions that were dated before anyone of this project read the results are in [predictions](predictions.md).",
+    "- Every row was given the mean output length that its source measured, and the layout, caps and placement of its recipe. Before",
+    "  a run you know none of the first and guess the rest. So your errors are larger than these.",
+    "- One configuration that was published for three releases has three rows: the 47 whole steps of NeMo-RL are about 26",
+    "  configurations.",
+    "- *rows no program fitted*: no program fitted a constant to these rows. But the model was developed while they were known: terms",
+    "  and inputs were chosen by people who saw these errors. So this is a development set and no blind test. Predictions that were",
+    "  dated before anyone of this project read the results are in [predictions](predictions.md).",
+    "- *first prediction*: the median error of the first prediction of the same rows, of 2026-11-29",
+    "  (`profiles/published/first_predictions.csv`). It is the closest to a blind test that these rows have.",
+    "- *totals alone*: no stage of these steps was published. A right total can have two wrong stages.",
     "- *sources*: how many repositories, papers or logs these rows are from. Rows of one source are alike.",
     "- *median* and *p90* are absolute errors of predictions, relative to the published value. With fewer than 20 rows, the column",
-    "  shows the worst error instead of p90. One configuration that was published for three releases has three rows: the 47 of NeMo-RL",
-    "  are about 26 configurations.",
+    "  shows the worst error instead of p90.",
     "- *bias* is the median of signed errors;",
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
     "  middle. The column shows the median width of the ranges. No such row counts as exact.",
@@ -230,13 +242,13 @@ def sections(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure] = (
         for row in shown:
             without = "" if row.left_out is None else f"{row.left_out:.3g}"
             figures = f"{range_text(row.published, 3)} {row.unit} | {range_text(row.predicted, 3)} | {without}"
-            yield f"| {row.name} | {figures} |"
+            yield f"| {row.name}{'' if row.has_stages else f' ({TOTALS})'} | {figures} |"
     yield from ("", "## Limits of the predictions", "")
     yield from (f"- {limit}" for limit in LIMITS)
 
 
 def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """Yield the table of errors by partition: rows without a fit first, and errors of fitted rows beside them.
+    """Yield the table of errors by partition: rows that no program fitted first, and errors of fitted rows beside them.
 
     Partitions with rows that nothing was fitted to come first.
     """
@@ -246,25 +258,31 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             rows.setdefault(partition_of(name, row), []).append(row)
             if row.stage == "step" and row.num_gpus is not None and row.num_gpus >= MANY_GPUS:
                 rows.setdefault(OF_MANY_GPUS, []).append(row)
-    yield f"| published | rows without a fit | sources | median | p90 | bias | range | {IN_BAND} | band | fitted rows: left out | in sample |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    yield f"| published | {FREE} | sources | median | first prediction | p90 | bias | range | {IN_BAND} | band | fitted rows: left out | in sample |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     free = {
         partition: [row for row in some if row.evidence == "not fitted"]
         for partition, some in rows.items()
     }
     for partition in sorted(rows, key=lambda each: not free[each]):
-        cells = "0 | | | | | | |"
+        cells = "0 | | | | | | | |"
         if free[partition]:
             sources = len({publisher(row.source) for row in free[partition]})
-            rest = _figures(summarise(free[partition])).partition(" | ")[2]
-            cells = f"{len(free[partition])} | {sources} | {rest}"
+            _, median, rest = _figures(summarise(free[partition])).split(" | ", 2)
+            first = first_error(free[partition])
+            cells = f"{len(free[partition])} | {sources} | {median} | {'' if first is None else f'{first:.1%}'} | {rest}"
         beside = []
         for evidence in get_args(Evidence)[1:]:
             some = [row for row in rows[partition] if row.evidence == evidence]
             found = summarise(some) if some else None
             high = found and (found.p90 if found.rows >= FEW else found.worst)
             beside.append(f"{found.median:.1%} / {high:.1%} of {found.rows}" if found else "")
-        yield f"| {partition} | {cells} | {' | '.join(beside)} |"
+        total = (
+            f", {TOTALS}"
+            if free[partition] and not any(r.has_stages for r in free[partition])
+            else ""
+        )
+        yield f"| {partition}{total} | {cells} | {' | '.join(beside)} |"
 
 
 def partition_of(name: str, row: Row) -> str:
@@ -312,6 +330,32 @@ def _told(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure]) -> It
     if pairs:
         told = [_modes(pairs), *_ratios_of(paper)]
         yield from ("", " ".join(told))
+    yield from _scaling(sets.get("ratios", ()))
+
+
+def _scaling(ratios: Sequence[Row]) -> Iterator[str]:
+    """Yield how well it is predicted how many times as fast a step is on twice the GPUs."""
+    told = []
+    for group, run in (
+        (DOUBLED, "the same run"),
+        (DOUBLED_ASYNCHRONOUS, "asynchronous instead of synchronous"),
+    ):
+        if pairs := [row for row in ratios if row.group == group]:
+            found, wrong = summarise(pairs), num_reversed(pairs)
+            ours = _ends([row.predicted[0] for row in pairs])
+            told.append(
+                f"{run}, {found.rows} pairs, published {_ends([row.published[0] for row in pairs])} times as fast, predicted {ours}, "
+                f"errors of the ratio {found.median:.1%} in median and {found.worst:.1%} at worst, sign reversed in {wrong}"
+            )
+    if told:
+        yield from (
+            "",
+            f"**How many times as fast a step is on twice the GPUs**: {'; '.join(told)}.",
+        )
+
+
+def _ends(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def _elsewhere(banded: Sequence[Row]) -> str:
@@ -326,7 +370,7 @@ def _elsewhere(banded: Sequence[Row]) -> str:
 
 
 def _bias(banded: Sequence[Row]) -> str:
-    """Return how many steps without a fit take longer than predicted, and the partition that is furthest off."""
+    """Return how many steps that no program fitted take longer than predicted, and the partition that is furthest off."""
     free = [row for row in banded if row.evidence == "not fitted"]
     if not free:
         return ""
@@ -335,10 +379,17 @@ def _bias(banded: Sequence[Row]) -> str:
         partitions.setdefault(partition_of("steps", row).partition(": ")[2], []).append(row)
     errors = {name: summarise(some) for name, some in partitions.items()}
     worst = max(errors, key=lambda name: errors[name].median)
+    known = [row for row in free if row.name in first_predictions()]
+    first = first_error(known)
+    begun = (
+        f"The first predictions of {len(known)} of them were {first:.1%} off in median, and today's are {summarise(known).median:.1%} off. "
+        if first is not None
+        else ""
+    )
     longer = [-row.error for row in free if row.error < 0]
     return (
-        f"{len(longer)} of {len(free)} whole steps without a fit take longer than predicted, and their predictions are "
-        f"{np.median(longer or [0.0]):.1%} too short in median. Of whole steps, those of "
+        f"{len(longer)} of {len(free)} whole steps that no program fitted take longer than predicted, and their predictions are "
+        f"{np.median(longer or [0.0]):.1%} too short in median. {begun}Of whole steps, those of "
         f"{worst} have the largest median error: {errors[worst].median:.1%}. {_met(errors.values())}"
     )
 
@@ -354,7 +405,7 @@ def _modes(pairs: Sequence[Row]) -> str:
     slower = sum(row.published[0] <= 1 for row in pairs)
     return (
         f"{len(pairs)} published runs have a synchronous and an asynchronous step of one release, model and number of GPUs. In "
-        f"{wrong_modes(pairs)} of them the faster mode is predicted as the slower one. Who always chooses asynchronous is wrong in {slower}."
+        f"{num_reversed(pairs)} of them the faster mode is predicted as the slower one. Who always chooses asynchronous is wrong in {slower}."
     )
 
 
@@ -482,5 +533,7 @@ def write_history(
 
 
 def _is_shown(name: str, row: Row) -> bool:
-    """Return whether a row is shown on the page: all rows of whole steps, and a few others."""
+    """Return whether a row is shown on the page: all rows of steps, their ratios on twice the GPUs, and a few others."""
+    if row.group in (DOUBLED, DOUBLED_ASYNCHRONOUS):
+        return True
     return name == "steps" or any(name == of and row.name.startswith(begin) for of, begin in SHOWN)

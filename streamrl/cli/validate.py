@@ -50,7 +50,7 @@ from streamrl.sim.fidelity.paper_generation import constants, decode_curve, disp
 from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
 from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterogeneous, ratios, verl
 from streamrl.sim.fidelity.published_rows import Row, group_table, grouped, row_table, summarise
-from streamrl.sim.fidelity.ratios import pairs_of, ratio_rows
+from streamrl.sim.fidelity.ratios import doubled_of, pairs_of, ratio_rows
 from streamrl.sim.fidelity.rl_steps import steps_rows
 from streamrl.sim.fidelity.scorecard import (
     HISTORY,
@@ -141,7 +141,7 @@ def validate(
         errors = None if output is not None else step_errors()
         sets[STEPS] = with_bands(sets[STEPS], sets.get(TRAINING) or training_rows(), errors)
         if RATIOS in sets:
-            sets[RATIOS] += pairs_of(sets[STEPS])
+            sets[RATIOS] += [*pairs_of(sets[STEPS]), *doubled_of(sets[STEPS])]
     has_paper = what in (None, PAPER) and before is None
     found = simulate_figures(figure or list(FIGURES)) if has_paper else []
     if output is not None:
