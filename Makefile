@@ -42,7 +42,7 @@
 #   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
 # Accuracy:
 #   make bench-costs        operator tables, decode curve, training and weight sync against measurements
-#   make bench-ablation     stages of published RL steps without each thing that frameworks fill in, and without each term; five minutes
+#   make bench-ablation     stages of published RL steps without each thing that frameworks fill in, and without each term
 #   make bench-calibration  published and executed steps, predicted after calibration on others; a quarter of an hour
 #   make bench-fidelity     the paper's figures under other readings, dispatch and adjustment; ten minutes
 #   make bench-profile      runs on this machine, predicted from its profile; a quarter of an hour
