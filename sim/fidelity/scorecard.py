@@ -65,7 +65,7 @@ SILICON = ("Hopper", "Blackwell")
 """Partitions of served points that the scorecard shows apart."""
 FREE = "rows no program fitted"
 TOTALS = "totals alone"
-"""Mark of whole steps of which no stage was published."""
+"""Mark of whole steps whose stages were not published."""
 FEW = 20
 """Fewer rows have no 90th percentile; the page shows the worst one."""
 MANY_GPUS = 128
