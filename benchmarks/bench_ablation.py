@@ -216,6 +216,10 @@ def _is_megatron(run: Run) -> bool:
     return _is_nemo(run) and run.trainer.zero == 1
 
 
+def _is_dtensor(run: Run) -> bool:
+    return _is_nemo(run) and run.trainer.zero == 3
+
+
 def _is_on_grace(run: Run) -> bool:
     return run.cluster.pools[run.trainer.pool].gpu in GRACE
 
@@ -240,6 +244,11 @@ GRACE = ("gb200", "gb300")
 TERMS = (
     Term("slowdown of NeMo-RL's Megatron passes", _in_layouts("slowdown", NO_FACTOR), _is_megatron),
     Term("whole batches packed by NeMo-RL", _in_layouts("fills_micro_batches", False), _is_nemo),
+    Term(
+        "micro-batches that NeMo-RL's DTensor pads to train",
+        _in_layouts("pads_training", False),
+        _is_dtensor,
+    ),
     Term("offload of optimizer states in NeMo-RL's switch", _no_offload, _is_nemo),
     Term("weights that sleeping engines of NeMo-RL keep", _no_kept_weights, _is_nemo),
     Term("passes over logits counted in NeMo-RL's code", _no_counted_loss, _is_nemo),

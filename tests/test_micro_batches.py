@@ -145,6 +145,17 @@ def test_the_longest_come_first_each_where_it_fits_best() -> None:
     assert fewest_micro_batches([], [0.0, 0.0], two) == [[], []]
 
 
+def test_full_micro_batches_have_the_tokens_of_a_pass_and_the_pairs_of_their_rollouts() -> None:
+    one = trainer(micro_batch=3, max_tokens_per_pass=1000)
+    lengths = [300, 600, 500, 400, 100, 1200]
+    packed = fewest_micro_batches(lengths, [0.0], one)[0]
+    full = fewest_micro_batches(lengths, [0.0], one, is_full=True)[0]
+    assert [size for size, _, _ in full] == [1200, 1000, 1000]
+    assert [pairs for _, pairs, _ in full] == [pairs for _, pairs, _ in packed]
+    assert sum(size for size, _, _ in packed) == sum(lengths)
+    assert fewest_micro_batches([], [0.0], one, is_full=True) == [[]]
+
+
 def times(name: str, stages: int) -> float:
     """Return the seconds of passes with a framework, most of whose micro-batches are half full; the loss is one for all."""
     keys = {"packing": "packed", "micro_batch": 4, "max_tokens_per_pass": 4096, "logits": "chunked"}

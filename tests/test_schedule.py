@@ -410,3 +410,22 @@ def test_larger_passes_change_scoring_alone() -> None:
     saved = plain.num_scored * fewer * plain.stages.scored[0].fixed
     assert larger.train_time(lengths) == plain.train_time(lengths)
     assert plain.score_time(lengths) - larger.score_time(lengths) == pytest.approx(saved)
+
+
+def test_nemo_rl_pads_what_dtensor_trains_and_nothing_that_it_scores_or_megatron_trains() -> None:
+    limits: dict[str, Any] = {"max_tokens_per_pass": 4096, "micro_batch": 64, "data_parallel": 2}
+    own = {
+        **PASSES,
+        "framework": {"name": "nemo-rl", "step_time": "0 s", "transfer_time": "0 s"},
+        "policies.system": "disaggregated",
+    }
+    short, full = [2100] * 8, [4096] * 8  # one of them in each micro-batch
+    for zero, is_padded in ((3, True), (1, False)):
+        costs = TrainingCosts.load(resolve(train_run(changes=own, zero=zero, **limits)))
+        pairs = sum(
+            one.per_pair * (4096**2 - 2100**2) / 2
+            for one in (*costs.stages.forward, *costs.stages.backward)
+        )
+        less = costs.train_time(full) - costs.train_time(short)
+        assert (less == pytest.approx(4 * pairs)) == is_padded
+        assert costs.score_time(full) > 1.3 * costs.score_time(short)

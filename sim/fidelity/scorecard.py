@@ -156,13 +156,20 @@ LIMITS = (
     "Passes of NeMo-RL's loss over logits are counted in its code and come on top of the 1.1 to 1.3 times that its passes take (its issue 2129). "
     "If the issue's figure has a part of them, training is predicted too long by up to that part.",
     "Qwen3-32B on GB200: its synchronous and its asynchronous step train on 16 GPUs, and lack 62 and 64 s. So log-probs and training there "
-    "take about 1.45 times as long as predicted, if generation is right. On H100 the same steps are within 5 %. No stage of them was published.",
+    "take about 1.45 times as long as predicted, if generation is right. On H100 the same steps are within 5 %. No stage of them was published. "
+    "Grace hosts are slower, but engines keep the seconds of x86 hosts: if the host's part of decode steps took 2.75 times as long, as one "
+    "operation does (NVIDIA/TransformerEngine issue 2053), the synchronous step would be 4 % too short, and the asynchronous step of "
+    "Llama-3.1-8B 78 % too long.",
     "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 14 to 16 % too short if it takes turns, and 7 % if it does not. So 15 of 19 missing "
     "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published. The checkpoint of 0.6 is "
     "another one, and its page says that tokens per second of releases do not compare. Each row has the lengths of its own release.",
     "NeMo-RL 0.4 takes 15 to 20 % longer than 0.5 for mixtures of one layout, and 5 to 8 % for dense models. The offload of the optimizer for "
     "log-probs is a part of this. A quarter of the training time is published for the fusion of bias and activation, rope fusion and sequence "
-    "parallelism together (NVIDIA-NeMo/RL pull request 1241). Nothing is published for the first alone, which 0.4 lacks, so it has no term.",
+    "parallelism together (NVIDIA-NeMo/RL pull request 1241). Nothing is published for the first alone, which 0.4 lacks, so it has no term. "
+    "vLLM 0.10 also launches attention outside of CUDA graphs. vLLM published 4.07 requests/s for that and 5.98 with whole graphs (pull request 25444: Qwen3-Coder-30B-A3B "
+    "in fp8, ten requests at once). Other models gained 5 to 7 % (pull requests 10058 and 16072), so there is no constant for a layer.",
+    "Qwen3-30B-A3B in NeMo-RL 0.4 to 0.6: its recipes sort tokens by expert in separate operations (moe_permute_fusion false) and route in "
+    "64 bits (moe_router_dtype fp64). Neither is counted. Both would lengthen training, which sets asynchronous steps that are predicted 5 to 21 % too long already.",
     "verl's ratios of synchronous over asynchronous steps have no lengths. Its training of one batch takes 314 s on 32 H20 and 133 s on 64 "
     "if steps are synchronous, and 270 s on 16 if they are not. No division of the same tokens gives these, so the lengths of these runs "
     "differ. All are simulated with one mean, so the ratio is 30 % too low.",

@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -153,6 +153,8 @@ class Layout(_Table, frozen=True, kw_only=True):
     """Whether the packed rollouts of a whole batch go into as few micro-batches as possible. Those of
     a pipeline are padded to the largest.
     """
+    pads_training: bool = False
+    """Whether training pads each of them to `trainer.max_tokens_per_pass`."""
 
     def unsupported(self, trainer: TrainerConfig) -> dict[str, int | str]:
         """Return the degrees above 1, the ZeRO stage and the offload target that it does not have, by key."""
@@ -375,12 +377,22 @@ def loss_of(config: FrameworkConfig, trainer: TrainerConfig) -> Loss | None:
     return next(iter(named or [each for each in own if not each.releases]), None)
 
 
-def fills_micro_batches(name: FrameworkName | None, trainer: TrainerConfig) -> bool:
-    """Whether a framework packs a trainer's rollouts into as few micro-batches as possible."""
+class Packing(NamedTuple):
+    """How a framework packs the rollouts of a whole batch."""
+
+    fills_micro_batches: bool
+    """Whether it packs them into as few micro-batches as possible."""
+    pads_training: bool
+    """Whether training pads each of these to the most tokens of a pass."""
+
+
+def packing_of(name: FrameworkName | None, trainer: TrainerConfig) -> Packing:
+    """Return how a framework packs a trainer's rollouts."""
     framework = framework_of(name)
     layout = None if framework is None else framework.layout_for(trainer)
-    is_packed = trainer.packing == "packed"
-    return layout is not None and layout.fills_micro_batches and is_packed
+    if layout is None or trainer.packing != "packed":
+        return Packing(fills_micro_batches=False, pads_training=False)
+    return Packing(layout.fills_micro_batches, layout.pads_training)
 
 
 def returns_log_probs(config: FrameworkConfig, algorithm: AlgorithmConfig) -> bool:

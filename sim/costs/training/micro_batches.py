@@ -71,7 +71,7 @@ def micro_batches(lengths: Sequence[int], trainer: TrainerConfig) -> list[MicroB
 
 
 def fewest_micro_batches(
-    lengths: Sequence[int], loads: Sequence[float], trainer: TrainerConfig
+    lengths: Sequence[int], loads: Sequence[float], trainer: TrainerConfig, *, is_full: bool = False
 ) -> list[list[MicroBatch]]:
     """Pack the rollouts of all ranks into few micro-batches, and return those of each rank.
 
@@ -84,10 +84,13 @@ def fewest_micro_batches(
         lengths: tokens of each rollout, prompt and output.
         loads: (ranks,) seconds of work that each rank already has.
         trainer: its limits on a micro-batch.
+        is_full: whether all are padded to the most tokens of a pass.
     """
     bins = _spread(_best_fit(lengths, trainer), trainer.data_parallel)
     tokens = [sum(one) for one in bins]
-    if trainer.pipeline_parallel > 1 and bins:
+    if is_full:
+        tokens = [max(total, trainer.max_tokens_per_pass) for total in tokens]
+    elif trainer.pipeline_parallel > 1 and bins:
         tokens = [max(tokens)] * len(bins)
     sizes = [
         (total, sum(length * length for length in one) / 2, total * len(one))

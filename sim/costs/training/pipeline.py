@@ -280,6 +280,7 @@ class PipelinedSchedule:
         update_time: float = 0.0,
         transfer_times: tuple[float, float] = (0.0, 0.0),
         fills_micro_batches: bool = False,
+        pads_training: bool = False,
         gathers_scores: bool = False,
     ) -> None:
         """Create a schedule in which every rank is free.
@@ -295,13 +296,15 @@ class PipelinedSchedule:
             update_time: seconds of the optimizer steps before the last.
             transfer_times: seconds in which the controller sends a rollout for a scoring pass, and for training.
             fills_micro_batches: whether rollouts of all ranks go into as few micro-batches as possible.
+            pads_training: whether those of training are then padded to the most tokens of a pass.
             gathers_scores: whether scores of all ranks are gathered before anything else begins.
         """
         self._stages, self._trainer = stages, trainer
         self._scores, self._trains, self._share = scores, trains, share
         self._epochs, self._mini_batch, self._update_time = epochs, mini_batch, update_time
         self._scored_in, self._trained_in = transfer_times
-        self._fills_micro_batches, self._gathers_scores = fills_micro_batches, gathers_scores
+        self._fills_micro_batches, self._pads_training = fills_micro_batches, pads_training
+        self._gathers_scores = gathers_scores
         self._num_trained = 0
         """Rollouts since the last optimizer step."""
         self._batch: list[int] = []
@@ -358,7 +361,9 @@ class PipelinedSchedule:
             self._train(part, now)
 
     def _train(self, lengths: Sequence[int], now: float) -> None:
-        dealt = self._micro_batches_by_rank(lengths, now, self._trainer)
+        dealt = self._micro_batches_by_rank(
+            lengths, now, self._trainer, is_full=self._pads_training
+        )
         forward = self._by_clock(dealt, self._stages.forward_times, self._share)
         backward = self._by_clock(dealt, self._stages.backward_times, self._share)
         sends = self._sends(dealt)
@@ -391,7 +396,7 @@ class PipelinedSchedule:
                 rank.pause(seconds, now)
 
     def _micro_batches_by_rank(
-        self, lengths: Sequence[int], now: float, trainer: TrainerConfig
+        self, lengths: Sequence[int], now: float, trainer: TrainerConfig, *, is_full: bool = False
     ) -> list[list[MicroBatch]]:
         """Return the micro-batches of each data-parallel rank, with the trainer's limits on a pass."""
         if self._goes_in_step:
@@ -399,7 +404,7 @@ class PipelinedSchedule:
         else:
             loads = [max(0.0, rank.free_at[0] - now) for rank in self._ranks]
         if self._fills_micro_batches:
-            return fewest_micro_batches(lengths, loads, trainer)
+            return fewest_micro_batches(lengths, loads, trainer, is_full=is_full)
         dealt = distribute_rollouts(lengths, loads, self._stages.rollout_time, trainer)
         return [micro_batches(part, trainer) for part in dealt]
 

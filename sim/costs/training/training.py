@@ -31,7 +31,7 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.frameworks import fills_micro_batches, slowdown
+from streamrl.runfile.frameworks import packing_of, slowdown
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.corrections import (
     Corrections,
@@ -121,6 +121,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
     """
     fills_micro_batches: bool
     """Whether the rollouts of a whole batch go into as few micro-batches as possible."""
+    pads_training: bool
+    """Whether training pads these micro-batches to the most tokens of a pass."""
     gathers_scores: bool
     """Whether the scores of a whole batch are gathered after each scoring pass."""
     provenance: Provenance
@@ -139,7 +141,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         ranks, stages, step_time, provenance = _choose_stages(trainer)
         score, train = corrections.training_factors
         times = slowdown(run.framework.name, trainer.config)
-        fills = fills_micro_batches(run.framework.name, trainer.config)
+        fills, pads = packing_of(run.framework.name, trainer.config)
         is_whole = choose_system(run.policies).streaming == "whole-batch"
         switches = _switches_of(trainer, ranks)
         if not run.policies.shares_gpus:
@@ -170,6 +172,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
                 (sent.trained + replayed) * longest,
             ),
             fills_micro_batches=fills and is_whole,
+            pads_training=pads and is_whole,
             gathers_scores=is_whole,
             provenance=provenance.with_spread(times.spread).with_spread(sent.spread * sent_share),
             trainer=trainer.config,
@@ -188,6 +191,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
             update_time=self.optimizer_time,
             transfer_times=self.transfer_times,
             fills_micro_batches=self.fills_micro_batches,
+            pads_training=self.pads_training,
             gathers_scores=self.gathers_scores,
         )
 
