@@ -157,9 +157,9 @@ LIMITS = (
     "If the issue's figure has a part of them, training is predicted too long by up to that part.",
     "Qwen3-32B on GB200: its synchronous and its asynchronous step train on 16 GPUs, and lack 62 and 64 s. So log-probs and training there "
     "take about 1.45 times as long as predicted, if generation is right. On H100 the same steps are within 5 %. No stage of them was published. "
-    "Grace hosts are slower, but engines keep the seconds of x86 hosts: if the host's part of decode steps took 2.75 times as long, as one "
-    "operation does (NVIDIA/TransformerEngine issue 2053), the synchronous step would be 4 % too short, and the asynchronous step of "
-    "Llama-3.1-8B 78 % too long.",
+    "Grace hosts are slower, but engines keep the seconds of x86 hosts. One operation takes 2.75 times as long there "
+    "(NVIDIA/TransformerEngine issue 2053). With that for the host's part of decode steps, the synchronous step would be 4 % too short, "
+    "and the asynchronous step of Llama-3.1-8B 78 % too long.",
     "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 14 to 16 % too short if it takes turns, and 7 % if it does not. So 15 of 19 missing "
     "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published. The checkpoint of 0.6 is "
     "another one, and its page says that tokens per second of releases do not compare. Each row has the lengths of its own release.",
@@ -345,20 +345,20 @@ def _scaling(ratios: Sequence[Row]) -> Iterator[str]:
     """Yield how well it is predicted how many times as fast a step is on twice the GPUs."""
     told = []
     for group, run in (
-        (DOUBLED, "the same run"),
-        (DOUBLED_ASYNCHRONOUS, "asynchronous instead of synchronous"),
+        (DOUBLED, "The same run"),
+        (DOUBLED_ASYNCHRONOUS, "Asynchronous instead of synchronous"),
     ):
         if pairs := [row for row in ratios if row.group == group]:
             found, wrong = summarise(pairs), num_reversed(pairs)
             ours = _ends([row.predicted[0] for row in pairs])
             told.append(
-                f"{run}, {found.rows} pairs, published {_ends([row.published[0] for row in pairs])} times as fast, predicted {ours}, "
-                f"errors of the ratio {found.median:.1%} in median and {found.worst:.1%} at worst, sign reversed in {wrong}"
+                f"{run}: {found.rows} pairs, published {_ends([row.published[0] for row in pairs])}, predicted {ours}. "
+                f"Errors of the ratio are {found.median:.1%} in median and {found.worst:.1%} at worst, and the sign is reversed in {wrong}."
             )
     if told:
         yield from (
             "",
-            f"**How many times as fast a step is on twice the GPUs**: {'; '.join(told)}.",
+            f"**How many times as fast a step is on twice the GPUs.** {' '.join(told)}",
         )
 
 
