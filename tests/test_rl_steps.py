@@ -345,7 +345,8 @@ def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_c
     )
     doubled = replace(pair, group=DOUBLED, published=(0.8, 0.8), predicted=(1.2, 1.2))
     told = "\n".join(_told({"steps": steps, "ratios": [*pairs, doubled]}, [figure]))
-    assert "the same run, 1 pairs, published 0.80 to 0.80" in told and "sign reversed in 1." in told
+    assert "The same run: 1 pairs, published 0.80 to 0.80" in told
+    assert "and the sign is reversed in 1." in told
     assert "They cover 0 of the 1 steps that are not of a page." in told
     assert (
         "3 of 3 whole steps that no program fitted take longer" in told
