@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +29,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
 )
 from streamrl.engine.state import State
-from streamrl.engine.trace import Trace, replay
+from streamrl.engine.trace import Trace
 from streamrl.executor.launchers.placement import PlacedRoles, Placement
 from streamrl.executor.world import RealWorld
 from streamrl.record.attribution import attribute_sides
@@ -47,8 +46,8 @@ from tests.test_elastic import elastic_run, execute
 from tests.test_execute import execute as execute_scripted
 from tests.test_faults import fault
 from tests.traces import (
-    check_every_command_ends_once,
-    check_every_rollout_is_accounted_for,
+    check_whole,
+    counted,
 )
 
 SYSTEMS = ("disaggregated", "stream-sync", "one-step-async", "stream-async", "fully-async")
@@ -71,18 +70,8 @@ def borrowing_run(**changes: Any) -> Run:
 
 def simulate(run: Run) -> Trace:
     trace = checked_world(run).run()
-    check(trace)
+    check_whole(trace)
     return trace
-
-
-def check(trace: Trace) -> None:
-    check_every_rollout_is_accounted_for(trace)
-    check_every_command_ends_once(trace)
-    assert replay(trace) is None
-
-
-def counted(trace: Trace) -> Counter[type]:
-    return Counter(type(each) for entry in trace.entries for each in (entry.event, *entry.commands))
 
 
 def story(trace: Trace, *kinds: type) -> list[Any]:
@@ -178,7 +167,7 @@ def test_a_replica_that_dies_while_its_gpus_train_is_replaced_after_the_step() -
     joined = next(e.time for e in first.entries if isinstance(e.event, TrainerResized))
     call_at(world, joined + 0.5, lambda: world.lose(1, "pulled the plug"))
     trace = world.run()
-    check(trace)
+    check_whole(trace)
     kinds = (ReplicaLost, StartReplica, Stepped, TrainerResized)
     names = [type(each).__name__ for each in story(trace, *kinds)]
     after = names[names.index("ReplicaLost") :]
@@ -209,7 +198,7 @@ def test_nothing_is_lost_whatever_dies_when(
     for time in trainers:
         lose_trainer_at(world, time, 0)
     trace = world.run()
-    check(trace)
+    check_whole(trace)
     assert measure(trace).num_steps == 6
 
 
@@ -268,7 +257,7 @@ def test_a_run_that_ends_while_gpus_are_borrowed_is_resumed(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="a test ends it"):
         execute(run, end)
     trace = execute_scripted(run, resume=True)
-    check(trace)
+    check_whole(trace)
     assert [each.version for each in story(trace, Stepped)] == [3, 4]
     assert story(trace, StartTrainer)[0] == StartTrainer(0, 2), "with its own ranks"
 

@@ -51,8 +51,7 @@ from tests.runs import SINGLE, Script, checked_world, done, lose_trainer_at, of,
 from tests.scripted import MOST_RANKS, ScriptedLauncher, make_world
 from tests.test_execute import real_run
 from tests.traces import (
-    check_every_command_ends_once,
-    check_every_rollout_is_accounted_for,
+    check_whole,
 )
 
 ALONE = {"trainer.tensor_parallel": 1, "trainer.zero": 0}
@@ -165,14 +164,8 @@ def test_a_resumed_run_starts_with_the_ranks_of_its_step() -> None:
 
 def simulate(run: Run) -> Trace:
     trace = checked_world(run).run()
-    check(trace)
+    check_whole(trace)
     return trace
-
-
-def check(trace: Trace) -> None:
-    check_every_rollout_is_accounted_for(trace)
-    check_every_command_ends_once(trace)
-    assert replay(trace) is None
 
 
 def test_a_change_takes_its_costs_and_is_named_in_the_attribution() -> None:
@@ -248,7 +241,7 @@ def test_a_trainer_that_dies_at_any_time_loses_and_doubles_nothing(seed: int) ->
         world = checked_world(run)
         lose_trainer_at(world, source.uniform(0, length), 0)
         trace = world.run()
-        check(trace)
+        check_whole(trace)
         assert world.engine.version == 6 and world.engine.state.leader.data_parallel == 1
 
 
@@ -344,7 +337,7 @@ def execute(run: Run, act: Any = None, **options: Any) -> tuple[Trace, RealWorld
             return await world.run(), world
 
     trace, world = asyncio.run(asyncio.wait_for(go(), timeout=60))
-    check(trace)
+    check_whole(trace)
     recorded = read_trace(Path(run.execute.output) / "trace.jsonl")
     assert replay(recorded, checks_invariants=True) is None
     return trace, world
@@ -491,7 +484,7 @@ def test_a_rank_that_dies_during_a_change_is_a_lost_trainer(tmp_path: Path) -> N
             return await world.run(), world
 
     trace, world = asyncio.run(asyncio.wait_for(go(), timeout=60))
-    check(trace)
+    check_whole(trace)
     assert sizes_of(world) == [None, 0, 2], "it restarts with the ranks that it was to have"
     assert len(told(trace, TrainerLost)) == 1 and world.engine.version == 4
     assert told(trace, CheckpointSaved)

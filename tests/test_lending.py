@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +33,7 @@ from streamrl.engine.messages import (
     TrainerLost,
 )
 from streamrl.engine.policies.lending import STEP_DOWN, STEP_UP, LendTrainer
-from streamrl.engine.trace import Trace, replay
+from streamrl.engine.trace import Trace
 from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import attribute_sides
 from streamrl.record.metrics import measure
@@ -61,8 +60,8 @@ from tests.scripted import make_world
 from tests.test_execute import execute, real_run
 from tests.test_faults import fault
 from tests.traces import (
-    check_every_command_ends_once,
-    check_every_rollout_is_accounted_for,
+    check_whole,
+    counted,
 )
 
 SYSTEMS = ("disaggregated", "stream-sync", "stream-async", "fully-async")
@@ -89,18 +88,8 @@ def lent_run(**changes: Any) -> Run:
 def simulate(run: Run) -> Trace:
     world = checked_world(fill_policies(run, Costs.load(run)))
     trace = world.run()
-    check(trace)
+    check_whole(trace)
     return trace
-
-
-def check(trace: Trace) -> None:
-    check_every_rollout_is_accounted_for(trace)
-    check_every_command_ends_once(trace)
-    assert replay(trace) is None
-
-
-def counted(trace: Trace) -> Counter[type]:
-    return Counter(type(each) for entry in trace.entries for each in (entry.event, *entry.commands))
 
 
 # When GPUs change sides ---------------------------------------------------------------------------
@@ -312,7 +301,7 @@ def test_nothing_is_lost_whatever_dies_when(
     for time in trainers:
         lose_trainer_at(world, time, 0)
     trace = world.run()
-    check(trace)
+    check_whole(trace)
     assert measure(trace).num_steps == 5
 
 
@@ -335,7 +324,7 @@ def test_a_simulated_run_survives_a_death_at_each_switch(
 def test_an_executed_run_lends_and_replays(tmp_path: Path, system: str) -> None:
     run = real_run(tmp_path, policies__system=system, **LENDING, algorithm__prompts_per_step=6)
     trace = execute(run, generation_time=0.03)
-    check(trace)
+    check_whole(trace)
     assert counted(trace)[Lent] == counted(trace)[TakenBack] > 0
 
 
@@ -363,7 +352,7 @@ def test_an_executed_run_survives_a_death_at_each_switch(
         "faults": [fault(kind, step=1)],
     }
     trace = execute_in_processes(real_run(tmp_path, **LENDING, **changes))
-    check(trace)
+    check_whole(trace)
     assert counted(trace)[lost] == 1
     assert measure(trace).num_steps == 3
 

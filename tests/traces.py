@@ -45,7 +45,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.engine.trace import Trace
+from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import LEADER
 from tests.runs import of
 
@@ -181,3 +181,15 @@ def _key(command: Command) -> Hashable:
         case WakeAt(time):
             return ("wake", time)
     return None
+
+
+def check_whole(trace: Trace) -> None:
+    """Check that no rollout and no command is lost or doubled, and that a replay gives the same commands."""
+    check_every_rollout_is_accounted_for(trace)
+    check_every_command_ends_once(trace)
+    assert replay(trace) is None
+
+
+def counted(trace: Trace) -> Counter[type]:
+    """Return how often a trace has each type of event and command."""
+    return Counter(type(each) for entry in trace.entries for each in (entry.event, *entry.commands))
