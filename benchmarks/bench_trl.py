@@ -101,7 +101,7 @@ result. Processes share the two cores and have one thread each.
 LEAVES_OUT = "TRL, advantages of 0 left out"
 PR_SET_CHILD_SUBREAPER = 36
 """Option of prctl: this process adopts orphaned child processes, so their CPU seconds count as its own."""
-FULL = {"rounds": 3, "steps": 10, "seeds": 3, "learning_steps": 25}
+FULL = {"rounds": 3, "steps": 10, "seeds": 10, "learning_steps": 25}
 QUICK = {
     "rounds": 2,
     "steps": 6,
@@ -511,15 +511,23 @@ def section(
         )
         cells = [_range(by_name.get(name)) for name in names_of]
         above = by_name.get(f"{who}: score above TRL's")
-        interval = None if above is None else above.interval
-        cells += ["" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
+        cells.append("" if above is None else _mean_with_interval(above))
         lines.append(f"| {SYSTEMS.get(who, who)} | {' | '.join(cells)} |")
     return [
         *lines,
         "",
-        f"The last column is the 95 % interval of the mean over seeds. Measured on {datetime.date.today()}: {_machine()}. Other processes",
+        f"The last column is the mean over seeds with its 95 % interval. Measured on {datetime.date.today()}: {_machine()}. Other processes",
         f"took {others:.0%} of the machine.",
     ]
+
+
+def _mean_with_interval(figure: Figure) -> str:
+    """Return the mean of a difference, and its interval."""
+    mean = f"{statistics.mean(figure.values):+.3f}"
+    if figure.interval is None:
+        return mean
+    low, high = figure.interval
+    return f"{mean} ({low:+.3f} to {high:+.3f})"
 
 
 def _range(figure: Figure | None) -> str:
@@ -610,7 +618,7 @@ def _read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="rounds of every trainer; default 3")
     parser.add_argument("--steps", type=int, help="counted steps of a round; default 10")
-    parser.add_argument("--seeds", type=int, help="seeds of the comparison of scores; default 3")
+    parser.add_argument("--seeds", type=int, help="seeds of the comparison of scores; default 10")
     parser.add_argument("--learning-steps", type=int, help="default 25")
     parser.add_argument("--setting", choices=SETTINGS, help="setting of TRL; others are not tried")
     for who in SYSTEMS:
