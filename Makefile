@@ -38,7 +38,7 @@
 #   make bench-workers   tokens per CPU second of replica and trainer; AGAINST=DIR compares another checkout
 #   make bench-handover  CPU seconds that a rollout costs the controller
 #   make bench-ray       a study of 500 points on a Ray cluster, over the same on processes of this machine; ten minutes
-#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; half an hour; TRL_OPTIONS=--quick: four minutes, --continue: go on
+#   make bench-trl       execute against TRL's GRPOTrainer, in an environment of its own; 30 to 40 minutes; TRL_OPTIONS=--quick: four minutes, --continue: go on
 #   make bench-plan      speed of the planner, and its choice against the best of all plans; half an hour
 # Accuracy:
 #   make bench-costs        operator tables, decode curve, training and weight sync against measurements
