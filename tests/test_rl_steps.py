@@ -375,14 +375,29 @@ def test_a_range_does_not_count_as_exact_and_its_width_is_listed() -> None:
     assert "| 24.7% |  | worst 24.7% | -24.7% | 127% |" in line
 
 
-def test_readme_and_page_have_the_same_scorecard() -> None:
+def test_the_readme_has_the_figures_of_the_page_for_rows_that_no_program_fitted() -> None:
     root = Path(__file__).parents[1]
     readme, page = ((root / name).read_text() for name in ("README.md", "docs/fidelity.md"))
-    parts = readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0].strip().split("\n\n")
-    tables = [part for part in parts if part.startswith("|")]
-    (table,) = tables
-    assert table.count("\n") > 10 and table in page
-    assert with_scorecard(readme, {"training": [ROW]}).count("training steps") == 1
+    part = readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
+    shown, every = ({c[0]: c for c in _cells(text)} for text in (part, page.partition("## ")[0]))
+    for name, (_, rows, *errors, band) in shown.items():
+        _, number, _, median, _, high, bias, _, banded, *_ = every[name]
+        assert [rows, *errors, band] == [number, median, high, bias, banded], name
+    free = [name for name, cells in every.items() if cells[1] != "0" and "ratios" not in name]
+    assert set(free) == shown.keys() and len(free) > 10
+    assert list(shown)[1].startswith("whole RL steps")
+
+
+def _cells(page: str) -> list[list[str]]:
+    """Return the cells of the lines of a page's tables, without their heads."""
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_a_page_without_marks_for_the_scorecard_is_refused() -> None:
+    page = f"{BEGIN}\n{END}"
+    assert with_scorecard(page, {"training": [ROW]}).count("| training steps") == 1
+    assert "10.0%" not in with_scorecard(page, {"training": [replace(ROW, is_fitted=True)]})
     with pytest.raises(ValueError, match="must have the lines"):
         with_scorecard("no marks", {})
 

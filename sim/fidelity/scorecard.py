@@ -61,6 +61,8 @@ SHORT_TITLES = {
     "memory": "KV cache of replicas (most rows are of one report)",
 }
 """Begins of the scorecard's partitions."""
+README_ORDER = ("whole RL steps", "stages of RL steps", "training steps", "serving", "KV cache")
+"""Begins of the partitions in the README, in its order. Ratios are told in sentences below its table."""
 SILICON = ("Hopper", "Blackwell")
 """Partitions of served points that the scorecard shows apart."""
 FREE = "rows no program fitted"
@@ -69,7 +71,7 @@ TOTALS = "totals alone"
 FEW = 20
 """Fewer rows have no 90th percentile; the page shows the worst one."""
 MANY_GPUS = 128
-OF_MANY_GPUS = f"whole RL steps: at least {MANY_GPUS} GPUs (rows that are counted above too)"
+OF_MANY_GPUS = f"whole RL steps: at least {MANY_GPUS} GPUs (rows that are counted elsewhere too)"
 """The partition of large steps, which are also in the partitions of their models."""
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 """Marks of a page around the scorecard, which `streamrl validate --output docs` writes."""
@@ -260,18 +262,10 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 
     Partitions with rows that nothing was fitted to come first.
     """
-    rows: dict[str, list[Row]] = {}
-    for name, some in sets.items():
-        for row in sorted(some, key=lambda each: each.stage == "step"):  # stages before whole steps
-            rows.setdefault(partition_of(name, row), []).append(row)
-            if row.stage == "step" and row.num_gpus is not None and row.num_gpus >= MANY_GPUS:
-                rows.setdefault(OF_MANY_GPUS, []).append(row)
     yield f"| published | {FREE} | sources | median | first prediction | p90 | bias | range | {IN_BAND} | band | fitted rows: left out | in sample |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
-    free = {
-        partition: [row for row in some if row.evidence == "not fitted"]
-        for partition, some in rows.items()
-    }
+    rows = _partitions(sets)
+    free = {partition: _free(some) for partition, some in rows.items()}
     for partition in sorted(rows, key=lambda each: not free[each]):
         cells = "0 | | | | | | | |"
         if free[partition]:
@@ -285,12 +279,41 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             found = summarise(some) if some else None
             high = found and (found.p90 if found.rows >= FEW else found.worst)
             beside.append(f"{found.median:.1%} / {high:.1%} of {found.rows}" if found else "")
-        total = (
-            f", {TOTALS}"
-            if free[partition] and not any(r.has_stages for r in free[partition])
-            else ""
-        )
-        yield f"| {partition}{total} | {cells} | {' | '.join(beside)} |"
+        yield f"| {partition}{_total(free[partition])} | {cells} | {' | '.join(beside)} |"
+
+
+def short_scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    """Yield the README's table: the partitions of rows that no program fitted, whole steps first."""
+    yield f"| published | {FREE} | median | p90 | bias | {IN_BAND} |"
+    yield "|---|---|---|---|---|---|"
+    partitions = {name: _free(rows) for name, rows in _partitions(sets).items()}
+    for begin in README_ORDER:
+        for name, free in partitions.items():
+            if name.startswith(begin) and free:
+                found = summarise(free)
+                errors = f"{found.median:.1%} | {_high(found)} | {found.bias:+.1%}"
+                yield f"| {name}{_total(free)} | {found.rows} | {errors} | {in_band_text(found)} |"
+
+
+def _partitions(sets: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+    """Return the rows of each partition, stages before whole steps."""
+    rows: dict[str, list[Row]] = {}
+    for name, some in sets.items():
+        for row in sorted(some, key=lambda each: each.stage == "step"):
+            rows.setdefault(partition_of(name, row), []).append(row)
+            if row.stage == "step" and row.num_gpus is not None and row.num_gpus >= MANY_GPUS:
+                rows.setdefault(OF_MANY_GPUS, []).append(row)
+    return rows
+
+
+def _free(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that no program fitted."""
+    return [row for row in rows if row.evidence == "not fitted"]
+
+
+def _total(free: Sequence[Row]) -> str:
+    """Return the mark of a partition of whole steps without stages."""
+    return f", {TOTALS}" if free and not any(row.has_stages for row in free) else ""
 
 
 def partition_of(name: str, row: Row) -> str:
@@ -315,7 +338,7 @@ def partition_of(name: str, row: Row) -> str:
 def with_scorecard(
     page: str, sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure] = ()
 ) -> str:
-    """Return a page with the table between its marks replaced by the scorecard.
+    """Return a page with the table between its marks replaced by the short scorecard.
 
     Raises:
         ValueError: the page has no marks.
@@ -324,7 +347,7 @@ def with_scorecard(
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page must have the lines {BEGIN} and {END}")
-    return "\n".join([before + begin, *scorecard(sets), *_told(sets, paper), "", end + after])
+    return "\n".join([before + begin, *short_scorecard(sets), *_told(sets, paper), "", end + after])
 
 
 def _told(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure]) -> Iterator[str]:
@@ -493,11 +516,15 @@ def _with_reported_band(row: Row, errors: StepErrors) -> Row:
 
 def _figures(found: Summary) -> str:
     """Return the cells of a summary."""
-    high = f"{found.p90:.1%}" if found.rows >= FEW else f"worst {found.worst:.1%}"
-    errors = f"{found.median:.1%} | {high} | {found.bias:+.1%}"
+    errors = f"{found.median:.1%} | {_high(found)} | {found.bias:+.1%}"
     width = f"{found.width:.0%}" if found.width > 0 else ""
     width += f" (widest {found.widest:.0%})" if found.widest > found.width else ""
     return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {band_text(found)}"
+
+
+def _high(found: Summary) -> str:
+    """Return the 90th percentile of errors, or the worst one of few rows."""
+    return f"{found.p90:.1%}" if found.rows >= FEW else f"worst {found.worst:.1%}"
 
 
 def stamp() -> str:
