@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_files_that_an_example_names_are_copied_too(tmp_path: Path) -> None:
     streamrl("examples", "copy", "studies/bandwidth", "-o", tmp_path)
     assert (tmp_path / "studies" / "bandwidth.toml").is_file()
     assert (tmp_path / "h20-h800.toml").is_file()
+
+
+def test_the_template_for_own_data_brings_a_reward_function_that_scores(tmp_path: Path) -> None:
+    streamrl("examples", "copy", "own-data", "-o", tmp_path)
+    run = load_run(tmp_path / "own-data.toml")
+    (reward,) = run.verifier.reward
+    file, _, name = reward.scorer.removeprefix("python:").partition(":")
+    score = runpy.run_path(str(tmp_path / file))[name]
+    record = {"ground_truth": "-12"}
+    assert [score(text, record) for text in ("5-17=-12", "so 12", "none")] == [1.0, 0.1, 0.0]
 
 
 def test_a_copied_cluster_file_loads_with_the_run_files_of_its_jobs(tmp_path: Path) -> None:
