@@ -561,7 +561,7 @@ def test_an_interrupted_study_says_what_has_finished_and_how_to_go_on(
     study = make_study(RUN, ["rollout.replicas=8,16"], (), None, ())
     output = tmp_path / "out" if has_output else None
     with pytest.raises(KeyboardInterrupt):
-        run_study(study, output, skips=False, as_json=False, intervals=False)
+        run_study(study, output, None, skips=False, as_json=False, intervals=False)
     then = "kept in" if has_output else "with --output DIR, an interrupted study keeps"
     said = capsys.readouterr().err
     assert re.search(rf"interrupted: 3 of 8 simulations were finished; .*{then}", said)

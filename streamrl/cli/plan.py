@@ -205,7 +205,7 @@ def plan(
                 print_first_answer(answer, question, stated)
                 limit = format_duration(run.plan.time_limit)
                 echo(f"Comparing plans by simulation, in about {limit} at most:\n", err=True)
-            with plan_progress() as watch, simulating_on(ray):
+            with plan_progress() as watch, simulating_on(ray, make_plan.__module__):
                 planned = make_plan(run, watch, shows_own=has_own, first=first)
             if not as_json:
                 stdout_console().print(

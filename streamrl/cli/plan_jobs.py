@@ -61,7 +61,7 @@ def plan_cluster(
     with nullcontext() if output is None else sole_writer(output):
         if output is not None:
             _claim(output, jobs, scheduler, force=force)
-        with plan_progress() as watch, simulating_on(ray):
+        with plan_progress() as watch, simulating_on(ray, plan_jobs.__module__):
             planned = plan_jobs(jobs, watch)
         if output is not None:
             _write(planned, jobs, output, path)

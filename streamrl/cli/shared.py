@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
@@ -79,14 +79,20 @@ HEADER = b'{"format":'
 """The first bytes of a trace."""
 
 
-def simulating_on(ray_address: str | None) -> AbstractContextManager[None]:
-    """Return a context in which plans and studies use a Ray cluster; without an address, the cores of this machine."""
+@contextmanager
+def simulating_on(ray_address: str | None, module: str) -> Iterator[None]:
+    """Let plans and studies use a Ray cluster until the context ends; without an address, the cores of this machine.
+
+    Workers of the cluster start at once, and import the module of the jobs meanwhile.
+    """
     if ray_address is None:
-        return nullcontext()
+        yield
+        return
     from streamrl.executor.launchers.ray_pool import ray_pool
     from streamrl.sim.parallel import spread_over
 
-    return spread_over(partial(ray_pool, ray_address))
+    with ray_pool(ray_address, module) as pool, spread_over(partial(nullcontext, pool)):
+        yield
 
 
 def stdout_console() -> Console:

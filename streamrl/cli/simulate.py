@@ -20,7 +20,6 @@ from streamrl.cli.shared import (
     RayAddress,
     check_ledger,
     print_json,
-    simulating_on,
     sole_writer,
     stdout_console,
 )
@@ -176,10 +175,9 @@ def simulate(
             from streamrl.cli.simulate_sweep import make_study, run_study
 
             study = make_study(run_file, sweep or (), overrides or (), seeds, metric or ())
-            with simulating_on(ray):
-                run_study(
-                    study, output, skips=skip_infeasible, as_json=as_json, intervals=intervals
-                )
+            run_study(
+                study, output, ray, skips=skip_infeasible, as_json=as_json, intervals=intervals
+            )
             return
         _refuse_options_of_studies(of_studies)
         run = load_run(run_file, overrides or ())

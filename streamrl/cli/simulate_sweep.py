@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import print_json, stdout_console
+from streamrl.cli.shared import print_json, simulating_on, stdout_console
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
 from streamrl.report.study_report import (
     STUDY_CSV,
@@ -57,15 +57,22 @@ def make_study(
 
 
 def run_study(
-    study: Study, output: Path | None, *, skips: bool, as_json: bool, intervals: bool
+    study: Study,
+    output: Path | None,
+    ray: str | None,
+    *,
+    skips: bool,
+    as_json: bool,
+    intervals: bool,
 ) -> None:
-    """Check every combination, simulate each with every seed, and print the results.
+    """Check every combination, simulate each with every seed, and print the results; with `ray`, on that cluster.
 
     Raises:
         RuntimeError: some combinations do not finish; raised after all others are printed and written.
     """
     finished = None if output is None else output / FINISHED
-    report = _simulate(study, finished, skips=skips)
+    with simulating_on(ray, run_sweep.__module__):
+        report = _simulate(study, finished, skips=skips)
     figures = [] if output is None else write_study(report, output)
     if finished is not None:
         finished.unlink()  # the study is whole
