@@ -212,8 +212,8 @@ def sent_bytes(model: Path, rate: float, steps: int) -> dict[str, Any]:
                 old, new = Path(name) / f"{dtype}.old", Path(name) / dtype
                 sizes[dtype].append(len(encode_delta(old, new, width)))
                 sizes[f"whole {dtype}"].append(new.stat().st_size)
-    add_adapters(trained, LORA_RANK)
-    lora = adapters_of(trained.state_dict().items(), torch.bfloat16)
+    add_adapters(trained, LORA_RANK, 2.0 * LORA_RANK)
+    lora = adapters_of(trained.state_dict().items(), 2.0, torch.bfloat16)
     medians = {key: round(statistics.median(each)) for key, each in sizes.items()}
     return {
         "learning_rate": rate,

@@ -33,6 +33,8 @@ from tests.test_trainer import make_config
 from tests.tiny_model import reference, save_tiny_model
 
 RANK = 4
+ALPHA = 6.0
+SCALE = ALPHA / RANK
 IDS = torch.arange(2, 12).unsqueeze(0)
 
 
@@ -45,7 +47,7 @@ def directory(tmp_path: Path) -> Path:
 def adapted(directory: Path) -> torch.nn.Module:
     """Return a model whose adapters say something."""
     model: torch.nn.Module = reference(directory)
-    add_adapters(model, RANK)
+    add_adapters(model, RANK, ALPHA)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -75,7 +77,7 @@ async def arrived(directory: Path, manifest: Manifest, *, merges: bool) -> dict[
 
 def test_fresh_adapters_change_nothing_and_alone_are_trained(directory: Path) -> None:
     plain, model = reference(directory), reference(directory)
-    add_adapters(model, RANK)
+    add_adapters(model, RANK, ALPHA)
     assert torch.equal(logits(plain), logits(model))
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained and all("lora_" in name for name in trained)
@@ -91,7 +93,7 @@ def test_what_a_relay_merges_computes_what_the_trainer_does(
     directory: Path, tmp_path: Path
 ) -> None:
     model = adapted(directory)
-    manifest = write_buckets(adapters_of(model.state_dict().items()), tmp_path, 1)
+    manifest = write_buckets(adapters_of(model.state_dict().items(), SCALE), tmp_path, 1)
     whole = (directory / "model.safetensors").stat().st_size
     assert manifest.num_bytes < whole
     served = reference(directory)
@@ -103,7 +105,7 @@ def test_what_a_relay_merges_computes_what_the_trainer_does(
 def test_a_relay_leaves_adapters_alone_where_replicas_compute_with_them(
     directory: Path, tmp_path: Path
 ) -> None:
-    tensors = dict(adapters_of(adapted(directory).state_dict().items()))
+    tensors = dict(adapters_of(adapted(directory).state_dict().items(), SCALE))
     manifest = write_buckets(tensors.items(), tmp_path, 1)
     found = asyncio.run(arrived(directory, manifest, merges=False))
     assert found.keys() == tensors.keys()
@@ -123,11 +125,15 @@ def test_a_checkpoint_is_a_model_and_goes_on_with_its_adapters(
     as_peft_has_it = PeftModel.from_pretrained(reference(directory), tmp_path / "saved" / ADAPTERS)
     assert torch.allclose(logits(as_peft_has_it), logits(model), atol=1e-6)
     again = reference(directory)
-    add_adapters(again, RANK)
+    add_adapters(again, RANK, ALPHA)
     load_adapters(again, tmp_path / "saved", RANK)
     assert torch.allclose(logits(again), logits(model), atol=1e-6)
+    scaled = reference(directory)
+    add_adapters(scaled, RANK, 3 * ALPHA)
+    load_adapters(scaled, tmp_path / "saved", RANK)
+    assert torch.allclose(logits(scaled), logits(model), atol=1e-6)
     other = reference(directory)
-    add_adapters(other, RANK + 1)
+    add_adapters(other, RANK + 1, ALPHA)
     with pytest.raises(ValueError, match="no adapters of rank 5"):
         load_adapters(other, tmp_path / "saved", RANK + 1)
     with pytest.raises(ValueError, match="no checkpoint of adapters"):
@@ -136,7 +142,7 @@ def test_a_checkpoint_is_a_model_and_goes_on_with_its_adapters(
 
 def test_adapters_of_another_model_are_refused(directory: Path, tmp_path: Path) -> None:
     model = adapted(directory)
-    renamed = [(f"x.{name}", each) for name, each in adapters_of(model.state_dict().items())]
+    renamed = [(f"x.{name}", each) for name, each in adapters_of(model.state_dict().items(), SCALE)]
     manifest = write_buckets(renamed, tmp_path, 1)
     with pytest.raises(ValueError, match=r"no weights for the adapters of x\.model"):
         asyncio.run(arrived(directory, manifest, merges=True))

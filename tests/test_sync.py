@@ -395,6 +395,7 @@ def test_every_transport_and_backend_loads_with_its_source() -> None:
         ({"sync.bucket_size": 5}, "sync.bucket_size: 5 needs a unit"),
         ({"sync.bucket_size": "0 GB"}, "sync.bucket_size must be above 0 B, got 0 B"),
         ({"sync.lora_rank": 0}, "sync.lora_rank must be at least 1, got 0"),
+        ({"sync.lora_alpha": 0.0}, "sync.lora_alpha must be above 0, got 0"),
         ({"sync.changed_share": 0.0}, r"sync.changed_share must be in \(0, 1\], got 0.0"),
         ({"sync.changed_share": 1.5}, r"sync.changed_share must be in \(0, 1\], got 1.5"),
         ({"sync.changed_share": float("nan")}, r"sync.changed_share must be in \(0, 1\], got nan"),

@@ -134,6 +134,7 @@ class RoleConfigs:
             "shard_ranks": run.trainer.shard_ranks,
             "offload": run.trainer.offload and not (run.policies.shares_gpus or run.lending),
             "adapter_rank": run.sync.adapter_rank,
+            "adapter_alpha": run.sync.adapter_alpha,
             **self._common(),
         }
 

@@ -17,16 +17,18 @@ from streamrl.executor.adapter_layers import ADAPTERS, A, B, adapted_layers
 from streamrl.executor.transfer.adapters import merged, read_adapters, write_adapters
 from streamrl.executor.transfer.shared_memory import cast_tensors
 
-ALPHA_PER_RANK = 2.0
-"""LoRA's alpha divided by the rank: the usual value, so that adapters count twice."""
-NAMES = {".lora_A.default.weight": A, ".lora_B.default.weight": B}
+ADAPTER = "default"
+"""PEFT's name of the adapters."""
+NAMES = {f".lora_A.{ADAPTER}.weight": A, f".lora_B.{ADAPTER}.weight": B}
 """Endings of PEFT's names of adapter matrices, and the endings under which they are pushed."""
 BASE = ".base_layer."
 """Part that PEFT adds to the names of wrapped weights."""
 
 
-def add_adapters(model: Any, rank: int) -> None:
+def add_adapters(model: Any, rank: int, alpha: float) -> None:
     """Add adapters that change nothing yet to a model, and freeze all its other weights.
+
+    The product of the two matrices of a layer is multiplied by alpha / rank.
 
     Raises:
         ValueError: the model has no linear layers.
@@ -36,7 +38,7 @@ def add_adapters(model: Any, rank: int) -> None:
     targets = list(adapted_layers(model))
     if not targets:
         raise ValueError("the model has no linear layers for adapters: remove trainer.adapter_rank")
-    config = LoraConfig(r=rank, lora_alpha=round(ALPHA_PER_RANK * rank), target_modules=targets)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
     inject_adapter_in_model(config, model)
     for parameter in model.parameters():
         if parameter.requires_grad:  # updates are too small for 16 bits
@@ -66,21 +68,28 @@ def _adapted(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
+def scale_of(model: Any) -> float:
+    """Return the factor of a model's adapters, alpha / rank; 1 without adapters."""
+    return next((float(layer.scaling[ADAPTER]) for layer in _adapted(model)), 1.0)
+
+
 def adapters_of(
-    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    weights: Iterable[tuple[str, torch.Tensor]], scale: float, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's adapter matrices under their pushed names, cast to `dtype` if given."""
+    """Yield a model's adapter matrices under their pushed names, with their scale in B, cast to `dtype` if given."""
     for name, tensor in weights:
         stem, end = _split(name)
         if end is not None:
-            scaled = tensor * ALPHA_PER_RANK if end == B else tensor
+            scaled = tensor * scale if end == B else tensor
             yield stem + end, scaled.to(dtype or scaled.dtype)
 
 
-def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def whole_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], scale: float
+) -> dict[str, torch.Tensor]:
     """Return a model's weights with merged adapters, under the names that they have without adapters."""
     state = dict(weights)
-    adapters = dict(adapters_of(state.items()))
+    adapters = dict(adapters_of(state.items(), scale))
     plain = {
         name.replace(BASE, "."): tensor for name, tensor in state.items() if _split(name)[1] is None
     }
@@ -92,9 +101,9 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torc
 
 def save_model(model: Any, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
     """Write a model as a Hugging Face directory with merged adapters, and the adapters in a subdirectory."""
-    state = dict(weights)
-    model.save_pretrained(path, state_dict=whole_weights(state.items()))
-    if adapters := dict(adapters_of(state.items())):
+    state, scale = dict(weights), scale_of(model)
+    model.save_pretrained(path, state_dict=whole_weights(state.items(), scale))
+    if adapters := dict(adapters_of(state.items(), scale)):
         (path / ADAPTERS).mkdir()
         write_adapters(adapters, model.name_or_path, path / ADAPTERS)
 
@@ -107,7 +116,7 @@ def load_adapters(model: Any, checkpoint: Path, rank: int) -> None:
     """
     if not (checkpoint / ADAPTERS).is_dir():
         raise ValueError(f"{checkpoint}: no checkpoint of adapters: it has no directory {ADAPTERS}")
-    adapters = read_adapters(checkpoint / ADAPTERS)
+    adapters, scale = read_adapters(checkpoint / ADAPTERS), scale_of(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             stem, end = _split(name)
@@ -116,7 +125,7 @@ def load_adapters(model: Any, checkpoint: Path, rank: int) -> None:
             saved = adapters.get(stem + end)
             if saved is None or saved.shape != tensor.shape:
                 raise ValueError(f"{checkpoint}: no adapters of rank {rank} for {stem}")
-            tensor.copy_(saved / ALPHA_PER_RANK if end == B else saved)
+            tensor.copy_(saved / scale if end == B else saved)
 
 
 def _split(name: str) -> tuple[str, str | None]:

@@ -28,6 +28,7 @@ from streamrl.executor.trainer.adapters import (
     adapters_of,
     add_adapters,
     load_adapters,
+    scale_of,
     without_adapters,
 )
 from streamrl.executor.trainer.backends import make_backend, make_frozen
@@ -287,9 +288,12 @@ class Learner:
                 for _ in weights:  # the first rank needs this rank's part
                     pass
                 return Manifest(version=version, buckets=[])
-            cast = adapters_of if self.config.adapter_rank is not None else cast_tensors
+            if self.config.adapter_rank is None:
+                pushed = cast_tensors(weights, dtype)
+            else:
+                pushed = adapters_of(weights, scale_of(self.backend.model), dtype)
             with separate_cuda_stream(torch.device(self.config.device)):
-                return write(cast(weights, dtype), version)
+                return write(pushed, version)
 
     def _weights(self, dtype: torch.dtype | None = None) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the weights that are pushed, under the model's names."""
@@ -501,7 +505,7 @@ def _load_learner(
     if config.logits_chunk is not None:
         check_chunks(model)
     if config.adapter_rank is not None:
-        add_adapters(model, config.adapter_rank)
+        add_adapters(model, config.adapter_rank, config.adapter_alpha)
         if checkpoint is not None:
             load_adapters(model, Path(checkpoint), config.adapter_rank)
     backend = make_backend(config, model, ranks)

@@ -127,6 +127,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For fsdp2: whether moments of the optimizer wait in host memory between steps."""
     adapter_rank: int | None = None
     """Rank of the LoRA adapters that are trained and pushed; None: all weights are trained."""
+    adapter_alpha: float = 1.0
+    """LoRA's alpha: the product of the adapters is multiplied by alpha / rank."""
     rank: int = 0
     num_ranks: int = 1
     """Number of processes that train one model together, each on its share of a batch."""

@@ -433,6 +433,9 @@ def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:
     yield PlannedValue("bucket_bytes", "sync.bucket_size", round(sync.bucket_size))
     yield PlannedValue("bucket_megabytes", "sync.bucket_size", round(sync.bucket_size / MEGABYTE))
     yield PlannedValue("lora_rank", "sync.lora_rank", sync.lora_rank)
+    alpha = sync.adapter_alpha
+    shown = int(alpha) if alpha.is_integer() else alpha
+    yield PlannedValue("lora_alpha", "sync.lora_alpha", shown)
 
 
 def _whole(number: int, parts: int) -> int | None:

@@ -550,7 +550,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "time_limit": WAIT,
         "memory_limit": POSITIVE,
     },
-    SyncConfig: {"bucket_size": POSITIVE, "changed_share": POSITIVE_SHARE},
+    SyncConfig: {"bucket_size": POSITIVE, "lora_alpha": POSITIVE, "changed_share": POSITIVE_SHARE},
     CostsConfig: {"generation_factor": FACTOR, "training_factor": FACTOR},
     PoliciesConfig: {
         "max_staleness": Bounds(0),

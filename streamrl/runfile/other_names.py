@@ -44,6 +44,8 @@ OTHER_NAMES: dict[str, str] = {
     "steps_per_generation": "framework.optimizer_steps",
     "ppo_epochs": "framework.epochs",
     "num_iterations": "framework.epochs",
+    "lora_rank": "sync.lora_rank",
+    "lora_alpha": "sync.lora_alpha",
     # evaluation
     "val_files": "evaluation.prompts",
     "eval_dataset": "evaluation.prompts",

@@ -28,6 +28,8 @@ LeftOverName = Literal["drop", "keep"]
 ConcurrencyName = Literal["fixed", "kv-pressure"]
 LeaderLoss = Literal["restart", "promote"]
 SyncMode = Literal["full", "lora", "delta"]
+ALPHA_PER_RANK = 2.0
+"""LoRA's alpha divided by the rank where a run file has no alpha: a usual value."""
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
@@ -210,6 +212,10 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """
     lora_rank: int = 32
     """Rank of the adapters on every linear layer of attention and MLP."""
+    lora_alpha: float | None = None
+    """Executed: LoRA's alpha. The product of the two adapters of a layer is multiplied by
+    `lora_alpha / lora_rank`. Absent: twice the rank.
+    """
     merge_adapters: bool | None = None
     """Mode lora: true: replicas load full weights with merged adapters. false: replicas compute
     with the adapters beside the initial weights, as vLLM does by default.
@@ -242,3 +248,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     def adapter_rank(self) -> int | None:
         """Rank of the adapters that the primary trainer trains; None where it trains all weights."""
         return self.lora_rank if self.mode == "lora" else None
+
+    @property
+    def adapter_alpha(self) -> float:
+        """LoRA's alpha: the adapters' product is multiplied by alpha / rank."""
+        return ALPHA_PER_RANK * self.lora_rank if self.lora_alpha is None else self.lora_alpha
