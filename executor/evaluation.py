@@ -40,12 +40,18 @@ from streamrl.executor.prompts import PromptWorkload
 from streamrl.executor.roles import Completion, Request, Scoring, VerifierRole
 from streamrl.executor.tokens import count_ids, encode_ids
 from streamrl.executor.verifier.reward_checks import check_sources
-from streamrl.record.evaluation import EvaluationResult, by_prompt, scores_of
+from streamrl.record.evaluation import (
+    EvaluationResult,
+    by_prompt,
+    scores_by_source,
+    scores_of,
+)
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import VerifierConfig
 from streamrl.runfile.workload_config import WorkloadConfig
+from streamrl.workload.prompt_families import prompt_source
 from streamrl.workload.prompt_records import PromptSource, Record, read_source, read_sources
 
 logger = logging.getLogger(__name__)
@@ -325,6 +331,7 @@ class HeldOut:
 
     def _result(self, running: _Running, now: float) -> EvaluationResult:
         rewards, num = by_prompt(running.rewards, self._config.samples), len(running.rewards)
+        sources = [prompt_source(each.record) for each in self._prompts]
         return EvaluationResult(
             step=running.version,
             time=now,
@@ -333,6 +340,7 @@ class HeldOut:
             samples=self._config.samples,
             confidence=self._config.confidence,
             scores=scores_of(rewards, self._config),
+            sources=scores_by_source(rewards, sources, self._config),
             mean_tokens=sum(running.tokens) / num,
             truncated_share=running.num_truncated / num,
             num_failed=len(self._prompts) * self._config.samples - num,

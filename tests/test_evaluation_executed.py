@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+from itertools import chain
 from math import comb
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from streamrl.record.evaluation import (
     pass_at,
     quantile,
     read_evaluations,
+    scores_by_source,
     scores_of,
     values_of,
     wilson,
@@ -89,6 +92,37 @@ def test_a_result_has_the_rewards_of_its_rollouts(tmp_path: Path) -> None:
     ]
     assert first.num_failed == 0 and first.num_prompts == 3
     assert list(first.scores) == ["avg@3", "pass@1", "pass@3"]
+
+
+def test_an_evaluation_of_several_data_sources_has_the_scores_of_each(tmp_path: Path) -> None:
+    run = real_run(
+        tmp_path,
+        evaluation={**HELD_OUT, "prompts": str(tmp_path / "held-out.jsonl"), "share": None},
+    )
+    sources = ["math", "code", "math", None]
+    rows = [{"prompt": f"h{n}", "answer": "odd"} for n in range(4)]
+    lines = [
+        json.dumps(row if source is None else {**row, "data_source": source})
+        for row, source in zip(rows, sources, strict=True)
+    ]
+    (tmp_path / "held-out.jsonl").write_text("\n".join(lines))
+    execute(run)
+    for result in read_evaluations(tmp_path / "run"):
+        assert list(result.sources) == ["math", "code"]
+        assert result.sources["math"].num_prompts == 2
+        of_math, of_code = ([result.rewards[n] for n in prompts] for prompts in ((0, 2), (1,)))
+        found = {name: each.scores["avg@3"].value for name, each in result.sources.items()}
+        assert found["math"] == pytest.approx(fmean(chain(*of_math)))
+        assert found["code"] == pytest.approx(fmean(chain(*of_code)))
+        assert result.figures["eval/math/pass@3"] == result.sources["math"].scores["pass@3"].value
+
+
+def test_one_data_source_has_the_scores_of_all_prompts() -> None:
+    config = EvaluationConfig(samples=2)
+    rewards = {0: [1.0, 0.0], 1: [1.0, 1.0]}
+    assert scores_by_source(rewards, ["math", "math"], config) == {}
+    failed = scores_by_source(rewards, ["math", "math", "code"], config)["code"]
+    assert failed.num_prompts == 1 and failed.scores == {}
 
 
 def test_a_replica_killed_in_an_evaluation_loses_none_of_its_rollouts(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from streamrl.record.evaluation import (
     read_evaluations,
 )
 from streamrl.record.run_directory import RUN
-from streamrl.report.evaluation_table import evaluations_table, say_difference
+from streamrl.report.evaluation_table import evaluations_table, say_difference, sources_table
 from streamrl.runfile.config import CheckpointsConfig, Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import change_run, load_run, read_recorded_run
@@ -242,6 +242,8 @@ def _show(found: Mapping[str, EvaluationResult], config: EvaluationConfig) -> No
     for name, result in found.items():
         console.print(f"{name}: {result.num_prompts} prompts x {result.samples} rollouts")
         console.print(evaluations_table([result]))
+        if result.sources:
+            console.print(sources_table(result))
     if len(found) > 1:
         one, other = found.values()
         for name, each in difference(one, other, config).items():

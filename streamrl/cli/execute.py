@@ -38,7 +38,7 @@ from streamrl.record.ledger import ledger_line
 from streamrl.record.metrics import measure
 from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_directory import TRACE, with_kept_inputs
-from streamrl.report.evaluation_table import evaluations_table, say_change
+from streamrl.report.evaluation_table import evaluations_table, say_change, sources_table
 from streamrl.report.figures import views_of
 from streamrl.report.run_tables import metrics_table
 from streamrl.runfile.files import load_run
@@ -128,6 +128,8 @@ def execute(
         console.print(metrics_table(metrics))
         if results := read_evaluations(output):
             console.print(evaluations_table(results))
+            if results[-1].sources:
+                console.print(sources_table(results[-1]))
         if run.evaluation is not None and (change := say_change(results, run.evaluation)):
             echo(change)
         echo(ledger_line(ledger))

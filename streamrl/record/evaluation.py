@@ -43,6 +43,14 @@ class Score(msgspec.Struct, frozen=True):
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+class SourceScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of the prompts of one data source."""
+
+    num_prompts: int
+    scores: dict[str, Score]
+    """As those of the evaluation; empty if all rollouts of these prompts failed."""
+
+
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one evaluation: a line of evaluations.jsonl."""
 
@@ -57,6 +65,8 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     confidence: float
     scores: dict[str, Score]
     """By name, such as "avg@4" and "pass@1"."""
+    sources: dict[str, SourceScores] = {}
+    """By data source, in the order of the prompts. Empty if the prompts do not have several sources."""
     mean_tokens: float
     """Mean output tokens of a rollout."""
     truncated_share: float
@@ -79,6 +89,9 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             found[OF_EVALUATION + name] = score.value
             found[f"{OF_EVALUATION}{name}/low"] = score.low
             found[f"{OF_EVALUATION}{name}/high"] = score.high
+        for source, own in self.sources.items():
+            for name, score in own.scores.items():
+                found[f"{OF_EVALUATION}{source}/{name}"] = score.value
         return found
 
 
@@ -133,6 +146,31 @@ def scores_of(rewards: dict[int, list[float]], config: EvaluationConfig) -> dict
     found = {name: mean_of(list(at.values()), config.confidence) for name, at in each.items()}
     return {
         name: _within(score, 0.0, 1.0) if name in shares else score for name, score in found.items()
+    }
+
+
+def scores_by_source(
+    rewards: dict[int, list[float]], sources: Sequence[str | None], config: EvaluationConfig
+) -> dict[str, SourceScores]:
+    """Return the scores of each data source; empty if there are not several.
+
+    Args:
+        rewards: by prompt, those of its rollouts.
+        sources: the source of each prompt. A prompt without one counts only in the scores of all.
+        config: how prompts are scored.
+    """
+    prompts: dict[str, list[int]] = defaultdict(list)
+    for prompt, source in enumerate(sources):
+        if source is not None:
+            prompts[source].append(prompt)
+    if len(prompts) < 2:
+        return {}
+    return {
+        source: SourceScores(
+            num_prompts=len(own),
+            scores=scores_of({each: rewards[each] for each in own if each in rewards}, config),
+        )
+        for source, own in prompts.items()
     }
 
 

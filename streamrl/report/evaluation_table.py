@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from streamrl.record.evaluation import Difference, EvaluationResult, FinalScores, difference
@@ -24,6 +25,16 @@ def evaluations_table(results: Sequence[EvaluationResult]) -> Table:
             f"{result.truncated_share:.0%}",
             format_duration(result.seconds),
         )
+    return table
+
+
+def sources_table(result: EvaluationResult) -> Table:
+    """Return a table with a row for each data source of an evaluation: its prompts, and its scores with their intervals."""
+    names = list(result.scores)
+    table = Table("data source", "prompts", *names, box=None, header_style="")
+    for source, own in result.sources.items():
+        scores = [str(own.scores[name]) if name in own.scores else "" for name in names]
+        table.add_row(escape(source), f"{own.num_prompts:,}", *scores)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Families of prompts, by which secondary trainers can select groups."""
+"""Families and data sources of prompts, by which trainers select groups and evaluations are split."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 
 FAMILY = "family"
 """Field of a prompt's record that names its family if it has no task."""
+DATA_SOURCE = "data_source"
+"""Column of verl's data sets with the name of the one that a prompt comes from."""
 
 
 def prompt_family(record: Mapping[str, object]) -> str | None:
     """Return the family of a prompt for the figures of a run: its task, else its family; None if it has neither."""
     family = record.get("task", record.get(FAMILY))
     return None if family is None else str(family)
+
+
+def prompt_source(record: Mapping[str, object]) -> str | None:
+    """Return the data source of a prompt for scores by source: verl's column, else its task or family; None without any."""
+    source = record.get(DATA_SOURCE)
+    return prompt_family(record) if source is None else str(source)
 
 
 def check_families(followers: Sequence[SecondaryTrainerConfig], known: Collection[str]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from streamrl.record.evaluation import EvaluationResult, best_step
+from streamrl.record.evaluation import EvaluationResult, Score, best_step
 from streamrl.report.evaluation_table import say_change
 from streamrl.report.page.learning import COLOURS, spread_places
 from streamrl.report.page.parts import PageCell, PageSection, PageTable
@@ -33,6 +33,8 @@ def _section(name: str, run: RecordedRun) -> PageSection:
         section.text.append(f"{change}.")
     section.pictures += _pictures(name, results)
     section.tables.append(_table(results))
+    if last.sources:
+        section.tables.append(_sources_table(last))
     section.notes.append(
         f"Intervals have a confidence of {last.confidence:.0%}. They cover the choice of prompts and the "
         "sampling of rollouts, but not the seed of the training. Steps that were rolled back are left out."
@@ -92,16 +94,36 @@ def _table(results: Sequence[EvaluationResult]) -> PageTable:
     )
 
 
+def _sources_table(result: EvaluationResult) -> PageTable:
+    """Return a table of the data sources of an evaluation."""
+    names = list(result.scores)
+    head = ("data source", "prompts", *names)
+    rows = [
+        [
+            PageCell(source),
+            PageCell(f"{own.num_prompts:,}"),
+            *_score_cells([own.scores.get(name) for name in names]),
+        ]
+        for source, own in result.sources.items()
+    ]
+    return PageTable(
+        f"Scores of step {result.step:,} by data source.", head, rows, range(1, len(head))
+    )
+
+
+def _score_cells(scores: Iterable[Score | None]) -> Iterator[PageCell]:
+    """Yield a cell for each score, with its interval; an empty one where there is none."""
+    for score in scores:
+        if score is None:
+            yield PageCell("")
+        else:
+            yield PageCell(f"{score.value:.3f}", f"{score.low:.3f} to {score.high:.3f}")
+
+
 def _row(result: EvaluationResult, names: Sequence[str]) -> list[PageCell]:
-    scores = [result.scores.get(name) for name in names]
     return [
         PageCell(f"{result.step:,}"),
-        *(
-            PageCell("")
-            if score is None
-            else PageCell(f"{score.value:.3f}", f"{score.low:.3f} to {score.high:.3f}")
-            for score in scores
-        ),
+        *_score_cells([result.scores.get(name) for name in names]),
         PageCell(f"{result.mean_tokens:,.1f}"),
         PageCell(percent(result.truncated_share)),
         PageCell(f"{result.num_failed:,}"),
