@@ -4,6 +4,8 @@ A replica knows a rollout of an evaluation by a number that no rollout of traini
 enters the rollout buffer. Each evaluation has the same prompts. Rollouts with seeds have the same
 seeds in each evaluation, so that two scores differ by their weights alone.
 
+Penalties on the length shape the training and are left out: a right answer that is long is right.
+
 With an environment, a rollout is an episode. Its tokens are in a buffer of its own, and the engine has its environment
 act, as in training. An evaluation that a killed driver began is repeated as a whole.
 """
@@ -248,7 +250,7 @@ class HeldOut:
             raise RuntimeError("the evaluation was ended")
         num_tokens = completion.output.num_tokens
         record = self._prompts[command.rollout // self._config.samples].record
-        scoring = await self._verifier.verify(completion.text, num_tokens, record)
+        scoring = await self._verifier.verify(completion.text, None, record)
         is_truncated = completion.finish == "length"
         output = _Output(completion.text, num_tokens, is_truncated=is_truncated)
         self._enter(command.version, command.rollout, scoring, output)
@@ -429,7 +431,8 @@ class HeldOutEpisodes:
 
     async def score(self, number: int, verifier: VerifierRole) -> Scoring:
         """Return the reward of an episode; see `EpisodeRunner.score`."""
-        return await self.runner.score(number, verifier if self._has_scorer else None)
+        scorer = verifier if self._has_scorer else None
+        return await self.runner.score(number, scorer, scores_length=False)
 
     def output(self, number: int) -> _Output:
         """Return what the policy wrote in an episode, with its turns."""

@@ -353,8 +353,8 @@ class VerifierRole(Protocol):
     async def start(self) -> object:
         """Start to load the scorers; otherwise the first `verify` does."""
 
-    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
-        """Return the reward of a completion's text of `num_tokens` tokens.
+    async def verify(self, completion: str, num_tokens: int | None, record: Record) -> Scoring:
+        """Return the reward of a completion's text of `num_tokens` tokens; with None, without scores of its length.
 
         Raises:
             RuntimeError: no completion of this record can be scored.

@@ -79,13 +79,21 @@ class ScriptedVerifier(VerifierRole):
     async def start(self) -> None:
         pass
 
-    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
+    async def verify(self, completion: str, num_tokens: int | None, record: Record) -> Scoring:
         if "answer" not in record:
             raise RuntimeError("the record has no answer")
         return Scoring(score("exact", completion, record), None)
 
     def close(self) -> None:
         pass
+
+
+class LengthsCost(ScriptedVerifier):
+    """Takes 9 off every reward in which the length counts."""
+
+    async def verify(self, completion: str, num_tokens: int | None, record: Record) -> Scoring:
+        scoring = await super().verify(completion, num_tokens, record)
+        return scoring._replace(reward=scoring.reward - 9 * (num_tokens is not None))
 
 
 class ScriptedTransfer(TransferRole):

@@ -52,7 +52,7 @@ from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.workload.episodes import RecordedEpisodes, read_episodes
 from streamrl.workload.workload import SimulatedWorkload
 from tests.runs import of
-from tests.scripted import make_world
+from tests.scripted import LengthsCost, ScriptedVerifier, make_world
 from tests.scripted_roles import tokens_of
 from tests.test_execute import real_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -73,6 +73,7 @@ def episode_run(directory: Path, **changes: Any) -> Run:
 def executed(run: Run, look: Look = lambda world, event: None, **options: Any) -> Trace:
     """Execute a run with scripted roles; `look` sees each event."""
     resume, tokens = options.pop("resume", False), options.pop("tokens", None)
+    verifier_class = options.pop("verifier_class", ScriptedVerifier)
     if tokens is not None:
         tokens.mkdir(exist_ok=True)
 
@@ -81,7 +82,9 @@ def executed(run: Run, look: Look = lambda world, event: None, **options: Any) -
             look(world, event)
 
         roles = {"fastest": 0.0, "slowest": 0.01, **options}
-        world: RealWorld = make_world(run, roles, resume, watch=watch, tokens=tokens)
+        world: RealWorld = make_world(
+            run, roles, resume, verifier_class=verifier_class, watch=watch, tokens=tokens
+        )
         with contextlib.closing(world._directory):
             return await world.run()
 
@@ -453,7 +456,7 @@ def test_a_resumed_run_repeats_an_evaluation_that_was_interrupted(tmp_path: Path
 
 def test_a_scorer_of_evaluations_is_added_to_the_rewards_of_the_environment(tmp_path: Path) -> None:
     own = {**HELD_OUT_SHARE, "scorer": "exact"}
-    trace = executed(episode_run(tmp_path, evaluation=own))
+    trace = executed(episode_run(tmp_path, evaluation=own), verifier_class=LengthsCost)
     first = read_evaluations(tmp_path / "run")[0]
     rewards = [reward for of_prompt in first.rewards.values() for reward in of_prompt]
     assert all(0 <= reward - sum_of(n) <= 1 for n, reward in enumerate(rewards))

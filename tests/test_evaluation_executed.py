@@ -45,7 +45,7 @@ from streamrl.record.evaluation import (
 from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.workload.prompt_order import held_out_lines
-from tests.scripted import make_world
+from tests.scripted import LengthsCost, make_world
 from tests.test_execute import execute, real_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
@@ -92,6 +92,22 @@ def test_a_result_has_the_rewards_of_its_rollouts(tmp_path: Path) -> None:
     ]
     assert first.num_failed == 0 and first.num_prompts == 3
     assert list(first.scores) == ["avg@3", "pass@1", "pass@3"]
+
+
+def test_the_length_counts_in_training_and_not_in_evaluations(tmp_path: Path) -> None:
+    run = real_run(tmp_path, evaluation=HELD_OUT)
+
+    async def go() -> None:
+        world = make_world(run, {}, verifier_class=LengthsCost)
+        with contextlib.closing(world._directory):
+            await world.run()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
+    results = read_evaluations(tmp_path / "run")
+    found = {each for result in results for of in result.rewards.values() for each in of}
+    assert found == {0.0, 1.0}
+    trained = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
+    assert {each["reward"] for each in trained} == {-9.0, -8.0}
 
 
 def test_an_evaluation_of_several_data_sources_has_the_scores_of_each(tmp_path: Path) -> None:

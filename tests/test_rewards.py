@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from streamrl.executor.roles import Scoring
 from streamrl.executor.trainer.step_record import step_figures
 from streamrl.executor.verifier.reward_checks import check_prompts, check_sources
 from streamrl.executor.verifier.sandbox import find_gaps
+from streamrl.executor.verifier.verifier import Verifier
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import decode_run, encode_run, load_run, make_run, write_run
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
@@ -22,7 +25,7 @@ from streamrl.runfile.workload_config import SourceConfig
 from streamrl.workload.prompt_records import read_source
 from tests.patients import NOWHERE, local_table
 from tests.runs import make_table, small_run
-from tests.verifying import verdicts
+from tests.verifying import config, verdicts
 
 THINKS = r"<think>.*</think>\s*<answer>.*</answer>"
 RECORD = {"prompt": "1+1=", "answer": "2"}
@@ -106,6 +109,9 @@ def test_metrics_have_the_mean_of_each_scorer_over_the_rollouts_that_it_scored()
     assert figures["reward/exact"] == 0.5 and figures["reward/format"] == 0.5
 
 
+PENALTY = RewardConfig(scorer="length-penalty", beyond=10, until=20)
+
+
 # Scorers ------------------------------------------------------------------------------------------
 
 
@@ -146,6 +152,30 @@ def test_the_length_penalty_falls_in_a_line_from_one_length_to_the_other(
     num_tokens: int, score: float
 ) -> None:
     assert only("x" * num_tokens, scorer="length-penalty", beyond=10, until=20) == score
+
+
+def test_without_a_number_of_tokens_no_score_depends_on_the_length() -> None:
+    rewards = (RewardConfig(scorer="exact"), PENALTY)
+
+    async def go() -> list[Scoring]:
+        with closing(Verifier(config(*rewards))) as verifier:
+            record = {"answer": "2"}
+            return [await verifier.verify("2", num, record) for num in (20, None)]
+
+    with_length, without = asyncio.run(go())
+    assert (with_length.reward, without.reward) == (0.0, 1.0)
+    assert set(with_length.scores) == {"exact", "length-penalty"} and set(without.scores) == {
+        "exact"
+    }
+
+
+def test_an_evaluation_needs_a_score_of_more_than_the_length() -> None:
+    penalty = {"scorer": "length-penalty", "beyond": 10, "until": 20}
+    own = {"evaluation": {"num_prompts": 2}}
+    with pytest.raises(ValueError, match=r"^evaluation\.scorer is missing: every verifier\.reward"):
+        run_of([penalty], **own)
+    run_of([penalty], **{"evaluation": {"num_prompts": 2, "scorer": "exact"}})
+    run_of([penalty, {"scorer": "exact"}], **own)
 
 
 # Functions ----------------------------------------------------------------------------------------

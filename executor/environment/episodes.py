@@ -140,10 +140,13 @@ class EpisodeRunner:
             return len(ids)
         return self._buffer.observe(rollout, buffered, ids)
 
-    async def score(self, rollout: int, verifier: VerifierRole | None) -> Scoring:
+    async def score(
+        self, rollout: int, verifier: VerifierRole | None, *, scores_length: bool = True
+    ) -> Scoring:
         """Return the rewards that the environment gave, plus a verifier's score of the last turn if there is one.
 
-        The environment judges the last turn first, unless it has answered it.
+        The environment judges the last turn first, unless it has answered it. Without `scores_length`, no score
+        depends on the number of tokens.
 
         Raises:
             WorkerLostError: the environment was lost; another call starts a new one.
@@ -155,7 +158,8 @@ class EpisodeRunner:
         if verifier is None:
             return Scoring(given, None)
         record = self._buffer.workload.records[buffered.line]
-        scored = await verifier.verify(last_turn, buffered.num_tokens, record)
+        num_tokens = buffered.num_tokens if scores_length else None
+        scored = await verifier.verify(last_turn, num_tokens, record)
         return scored._replace(reward=given + scored.reward)
 
     async def _judge(self, rollout: int, buffered: BufferedRollout) -> None:

@@ -102,8 +102,13 @@ class Verifier(VerifierRole):
         rewards = enumerate(self._rewards)
         return [place for place, reward in rewards if reward.sandbox == is_sandboxed]
 
-    async def verify(self, completion: str, num_tokens: int, record: Record) -> Scoring:
-        """Return the reward of a completion; `num_tokens` is its number of output tokens.
+    async def verify(self, completion: str, num_tokens: int | None, record: Record) -> Scoring:
+        """Return the reward of a completion.
+
+        Args:
+            completion: its text.
+            num_tokens: its number of output tokens; None leaves scores of the length out, as in evaluations.
+            record: the record of its prompt.
 
         Raises:
             RuntimeError: no completion of this record can be scored, or the process was lost.
@@ -112,9 +117,9 @@ class Verifier(VerifierRole):
         faults: list[str] = []
         total: list[float] = []
         for place, reward in enumerate(self._rewards):
-            if not is_scored(record, reward):
+            if not is_scored(record, reward) or (num_tokens is None and reward.scores_length):
                 continue
-            score, fault = await self._score(place, completion, num_tokens, record)
+            score, fault = await self._score(place, completion, num_tokens or 0, record)
             total.append(reward.weight * score)
             scores[reward.label] = score
             if fault is not None:

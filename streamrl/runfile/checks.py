@@ -198,9 +198,21 @@ def check_rewards(verifier: VerifierConfig, max_tokens: int) -> None:
             raise RunError(key, verifier.rewards[place].name, str, text)
 
 
-def _check_evaluation_scorer(config: EvaluationConfig | None) -> None:
-    if config is not None and config.scorer is not None:
-        _check_scorer("evaluation.scorer", RewardConfig(scorer=config.scorer))
+def _check_evaluation_scorer(
+    config: EvaluationConfig | None, verifier: VerifierConfig, *, has_environment: bool
+) -> None:
+    """Refuse a scorer that is none, and an evaluation that nothing but the length would score."""
+    if config is None:
+        return
+    key, rewards = "evaluation.scorer", verifier.rewards
+    if config.scorer is not None:
+        _check_scorer(key, RewardConfig(scorer=config.scorer))
+    elif rewards and not has_environment and all(each.scores_length for each in rewards):
+        text = (
+            f"{key} is missing: every verifier.reward scores the length alone, which evaluations leave out; "
+            'name a scorer of answers, such as "exact"'
+        )
+        raise RunError(key, None, OneOf(scorer_names()), text, ("verifier.reward",))
 
 
 def _check_scorer(key: str, reward: RewardConfig) -> None:
@@ -761,7 +773,9 @@ CHECKS: tuple[Callable[[Run], None], ...] = (
     ),
     lambda run: check_credit(run.algorithm, run.environment),
     lambda run: check_evaluation(run.evaluation, run.workload),
-    lambda run: _check_evaluation_scorer(run.evaluation),
+    lambda run: _check_evaluation_scorer(
+        run.evaluation, run.verifier, has_environment=run.environment is not None
+    ),
     lambda run: check_checkpoints(run.execute.checkpoints, run.evaluation),
     lambda run: check_plan(run.plan, run.rollout.speculative, run.verifier, run.cluster.pools),
     lambda run: _check_target(run.plan.target, run.framework.name),

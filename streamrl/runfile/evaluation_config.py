@@ -58,8 +58,8 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """Maximum output tokens. Absent: `rollout.max_tokens`."""
     scorer: str | None = None
-    """Scorer or function, as `verifier.scorer`. Absent: the rewards of `[verifier]`. With `[environment]`
-    the rewards of the environment are added.
+    """Scorer or function, as `verifier.scorer`. Absent: the rewards of `[verifier]` without length
+    penalties. With `[environment]` the rewards of the environment are added.
     """
 
     @property

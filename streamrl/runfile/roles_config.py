@@ -106,6 +106,11 @@ class RewardConfig(Section, frozen=True, kw_only=True):
         return self.scorer in SCORERS and SCORERS[self.scorer].has_model
 
     @property
+    def scores_length(self) -> bool:
+        """Whether the length alone is scored, which evaluations leave out."""
+        return self.scorer in SCORERS and SCORERS[self.scorer].scores_length
+
+    @property
     def label(self) -> str:
         """Name of the reward in metrics."""
         function = function_of(self.scorer)

@@ -33,6 +33,8 @@ class ScorerChoice(NamedTuple):
     """Keys of the reward that it must have, and that scorers without them refuse."""
     has_model: bool = False
     """Whether it computes on GPUs of the verifier's own."""
+    scores_length: bool = False
+    """Whether it scores the length alone. Evaluations leave it out."""
 
 
 SCORERS: dict[str, ScorerChoice] = {
@@ -42,7 +44,7 @@ SCORERS: dict[str, ScorerChoice] = {
     "regex": ScorerChoice("streamrl.executor.verifier.scorers:regex_scorer", ("pattern",)),
     "format": ScorerChoice("streamrl.executor.verifier.scorers:format_scorer", ("pattern",)),
     "length-penalty": ScorerChoice(
-        "streamrl.executor.verifier.scorers:length_scorer", ("beyond", "until")
+        "streamrl.executor.verifier.scorers:length_scorer", ("beyond", "until"), scores_length=True
     ),
     "unit-tests": ScorerChoice("streamrl.executor.verifier.scorers:unit_tests_scorer"),
     "judge": ScorerChoice("streamrl.executor.verifier.scorers:judge_scorer", ("endpoint", "model")),
