@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from streamrl.record.evaluation import EVALUATED, EVALUATIONS, final_scores, read_evaluations
+from streamrl.report.evaluation_table import sources_table
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import Curve, curves_picture
@@ -50,6 +51,23 @@ def test_the_page_of_a_run_has_each_score_with_its_interval(evaluated: Path) -> 
     assert str(results[-1].scores["pass@3"]) in render_markdown(page)
     (told,) = msgspec.to_builtins(describe(report)["evaluations"])
     assert [each["step"] for each in told["results"]] == [0, 2, 4]
+
+
+def test_the_page_and_the_table_have_the_scores_of_each_data_source(evaluated: Path) -> None:
+    *lines, last = (evaluated / EVALUATIONS).read_text().splitlines()
+    result = json.loads(last)
+    names = ["openai/gsm8k", "[bold]<b>"]
+    result["sources"] = {name: {"num_prompts": 2, "scores": result["scores"]} for name in names}
+    (evaluated / EVALUATIONS).write_text("\n".join([*lines, json.dumps(result), ""]))
+    page = make_page(read_report([evaluated]))
+    _, table = section_of(page, "evaluations-1").tables
+    assert list(table.head) == ["data source", "prompts", "avg@3", "pass@1", "pass@3"]
+    assert [[cell.text for cell in row[:2]] for row in table.rows] == [
+        [name, "2"] for name in names
+    ]
+    assert "<b>" not in render_html(page).partition("openai/gsm8k")[2].partition("</table>")[0]
+    shown = sources_table(read_evaluations(evaluated)[-1])
+    assert list(shown.columns[0].cells) == [names[0], "\\[bold]<b>"]
 
 
 def test_a_page_without_evaluations_has_no_section_of_scores(evaluated: Path) -> None:
