@@ -61,7 +61,7 @@ def test_a_study_has_the_same_rows_on_ray_as_on_this_machine(address: str) -> No
     grid = make_grid(partial(load_run, RUN), SMALL, axes)
     with spread_over(partial(ThreadPoolExecutor, 1)):
         here = run_sweep(grid, 2)[1]
-    with ray_pool(address, JOBS) as pool, spread_over(partial(nullcontext, pool)):
+    with ray_pool(address, JOBS) as pool, spread_over(lambda: nullcontext(pool)):
         there = run_sweep(grid, 2)[1]
     assert repr(there) == repr(here)  # NaN is not equal to itself
 

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
@@ -91,7 +90,7 @@ def simulating_on(ray_address: str | None, module: str) -> Iterator[None]:
     from streamrl.executor.launchers.ray_pool import ray_pool
     from streamrl.sim.parallel import spread_over
 
-    with ray_pool(ray_address, module) as pool, spread_over(partial(nullcontext, pool)):
+    with ray_pool(ray_address, module) as pool, spread_over(lambda: nullcontext(pool)):
         yield
 
 
