@@ -42,8 +42,7 @@ from benchmarks.fault_model import make_model
 from benchmarks.fault_results import EXECUTED, KINDS
 from benchmarks.processes import WORKERS, processes_of
 from streamrl.engine.invariants import check
-from streamrl.executor.directory_lock import is_abandoned
-from streamrl.executor.transfer.shared_directory import PREFIX
+from streamrl.executor.directory_lock import OWNER, PREFIX, is_abandoned
 from streamrl.record.run_directory import read_metrics
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
@@ -345,7 +344,7 @@ def _relative_slope(curves: list[list[tuple[float, float]]]) -> float:
 
 def _shared_memory() -> set[str]:
     """Return the directories of runs in shared memory whose owner has died."""
-    return {path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*") if is_abandoned(path)}
+    return {path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*") if is_abandoned(path, OWNER)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lock a directory for one process, and say who may read its files.
+"""Lock a directory for one process, own a temporary one, and say who may read its files.
 
 The kernel releases the lock when the process ends.
 """
@@ -9,13 +9,19 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
 LOCK = "lock"
+OWNER, PREFIX = ".streamrl-owner", "streamrl-"
+"""The lock of a temporary directory, and the start of its name. Run directories have another lock, so none is removed,
+whatever it is called.
+"""
 HIDDEN: Mapping[str, int] = MappingProxyType({"owner": 0o077, "group": 0o027, "everyone": 0o022})
 """By `execute.readers`: the permissions that new files lack (the umask)."""
 
@@ -25,11 +31,20 @@ def readable_by(readers: str, directory: Path) -> Iterator[None]:
     """Within this context, this process and those that it starts make files for these readers alone.
 
     A directory that exists, perhaps with files for more readers, is closed to the others too.
+
+    Raises:
+        ValueError: its permissions cannot be changed.
     """
-    before = os.umask(HIDDEN[readers])
+    before, mode = os.umask(HIDDEN[readers]), 0o777 & ~HIDDEN[readers]
     try:
-        if directory.is_dir():
-            directory.chmod(0o777 & ~HIDDEN[readers])
+        if directory.is_dir() and stat.S_IMODE(directory.stat().st_mode) != mode:
+            try:
+                directory.chmod(mode)
+            except OSError as error:
+                raise ValueError(
+                    f"{directory}: its permissions cannot be changed to {mode:o} (execute.readers = {readers!r}): "
+                    f"{error.strerror}; name a directory of your own, or to resume a copy of it"
+                ) from None
         yield
     finally:
         os.umask(before)
@@ -38,8 +53,8 @@ def readable_by(readers: str, directory: Path) -> Iterator[None]:
 class DirectoryLock:
     """The lock of a directory, which this process may hold."""
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / LOCK
+    def __init__(self, directory: Path, name: str = LOCK) -> None:
+        self._path = directory / name
         self._file: IO[str] | None = None
 
     def take(self) -> str:
@@ -80,10 +95,52 @@ class DirectoryLock:
             self._file = None
 
 
-def is_abandoned(directory: Path) -> bool:
+class OwnedDirectory:
+    """A new temporary directory that only this user can open.
+
+    If its owner dies before `remove`, the next owner of one in the same place removes it.
+    """
+
+    def __init__(self, name: str, parent: Path | None = None) -> None:
+        """Create it, and remove those whose owners have died.
+
+        Args:
+            name: its purpose; letters, digits, `_`, `-` and `.`.
+            parent: where it is; by default the directory for temporary files.
+        """
+        parent = parent or Path(tempfile.gettempdir())
+        remove_abandoned(parent)
+        unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{name}-", dir=parent))
+        self._lock = DirectoryLock(unlocked, OWNER)
+        self._lock.take()
+        self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the directory with its content; repeated calls do nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove temporary directories of this user whose owners have died."""
+    for path in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # its owner may remove it meanwhile
+            status = path.lstat()  # anyone may make a link of that name
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and is_abandoned(path, OWNER):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def is_abandoned(directory: Path, name: str = LOCK) -> bool:
     """Return whether the process that locked a directory is dead; False if that is unknown."""
     try:
-        descriptor = _open_lock(directory / LOCK, os.O_RDONLY)
+        descriptor = _open_lock(directory / name, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -12,7 +12,6 @@ import functools
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from msgspec.structs import replace
 
 from streamrl.engine.fault_plan import Fault, FaultPlan
 from streamrl.engine.messages import Command, Generate, PushWeights, TakeBack
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.launchers.handles import Handle, Process, RankHandles, WorkerLostError
 from streamrl.executor.roles import Completion, VerifierRole
 from streamrl.executor.verifier.fork_server_process import ForkServerProcess
@@ -248,18 +248,19 @@ async def drop(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> An
 async def fill_disk(process: Process, call: CallOf, arguments: tuple[Any, ...]) -> Any:
     """Let a process write to a full disk: a small tmpfs, if this user may mount one."""
     path = Path(arguments[-1])
-    with tempfile.TemporaryDirectory(prefix="streamrl-full-") as full:
-        if _mount(full):
+    with OwnedDirectory("full") as full:
+        if _mount(disk := full / "disk"):
             try:
-                (Path(full) / "filler").write_bytes(bytes(FULL_BYTES))
-                await call(*arguments[:-1], str(Path(full) / path.name))
+                (disk / "filler").write_bytes(bytes(FULL_BYTES))
+                await call(*arguments[:-1], str(disk / path.name))
             finally:
-                subprocess.run(["umount", "--lazy", full], check=True)
+                subprocess.run(["umount", "--lazy", disk], check=True)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def _mount(directory: str) -> bool:
-    """Return whether a disk of `FULL_BYTES` could be mounted."""
+def _mount(directory: Path) -> bool:
+    """Return whether a disk of `FULL_BYTES` could be mounted in a new directory."""
+    directory.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={FULL_BYTES}", "streamrl-fault"]
     with suppress(FileNotFoundError):  # the program `mount` is missing
         return not subprocess.run(["mount", *options, directory], capture_output=True).returncode

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.executor.transfer.shared_directory import PREFIX, remove_abandoned
+from streamrl.executor.directory_lock import (
+    LOCK,
+    OWNER,
+    PREFIX,
+    OwnedDirectory,
+    remove_abandoned,
+)
 from tests.command_line import streamrl
 
 MODES = (0o600, 0o640, 0o644)
@@ -33,7 +39,7 @@ def test_what_is_imported_is_as_private_as_its_source(tmp_path: Path, mode: int)
 def test_links_that_others_made_beside_shared_directories_are_left_alone(tmp_path: Path) -> None:
     kept = tmp_path / "run"
     kept.mkdir()
-    (kept / "lock").touch()
+    (kept / OWNER).touch()
     parent = tmp_path / "shm"
     parent.mkdir()
     (parent / f"{PREFIX}link").symlink_to(kept)
@@ -41,7 +47,15 @@ def test_links_that_others_made_beside_shared_directories_are_left_alone(tmp_pat
     (parent / f"{PREFIX}file").write_text("x")
     abandoned = parent / f"{PREFIX}abandoned"
     abandoned.mkdir()
-    (abandoned / "lock").touch()
+    (abandoned / OWNER).touch()
     remove_abandoned(parent)
-    assert (kept / "lock").exists()
+    assert (kept / OWNER).exists()
     assert {path.name.removeprefix(PREFIX) for path in parent.iterdir()} == {"link", "loop", "file"}
+
+
+def test_a_run_directory_of_any_name_is_never_taken_for_an_abandoned_one(tmp_path: Path) -> None:
+    run = tmp_path / f"{PREFIX}run"
+    run.mkdir()
+    (run / LOCK).touch()  # its run has ended
+    OwnedDirectory("verifier", tmp_path).remove()
+    assert [path.name for path in tmp_path.iterdir()] == [run.name]

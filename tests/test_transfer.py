@@ -20,14 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from streamrl.engine.messages import PushWeights, WeightsPushed
+from streamrl.executor.directory_lock import remove_abandoned
 from streamrl.executor.roles import Manifest
 from streamrl.executor.transfer import shared_directory
 from streamrl.executor.transfer.bucket_check import num_threads, run_concurrently, verify_buckets
-from streamrl.executor.transfer.shared_directory import (
-    SharedDirectory,
-    remove_abandoned,
-    remove_version,
-)
+from streamrl.executor.transfer.shared_directory import SharedDirectory, remove_version
 from streamrl.executor.transfer.shared_memory import (
     cast_tensors,
     read_buckets,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.hardware.node_readings import NodePoint
 
 WARM_UP, REPEATS = 5, 10
@@ -46,7 +46,7 @@ def time_collectives(points: Sequence[NodePoint], num_gpus: int) -> list[float]:
         RuntimeError: a process failed, or the ranks did not meet.
     """
     ends_at = time.monotonic() + LONGEST
-    with tempfile.TemporaryDirectory(prefix="streamrl-accept-") as scratch:
+    with OwnedDirectory("accept") as scratch:
         store = str(Path(scratch, "store"))
         ranks = [_start(_Question(n, num_gpus, store, list(points))) for n in range(num_gpus)]
         try:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.launchers.handles import Handle, LocalProcess, remote
 from streamrl.executor.launchers.launcher import worker_environment
 from streamrl.executor.launchers.processes import begin_for, begin_imports
@@ -75,8 +76,8 @@ def measure_decode(setup: Setup, running: int, context: int) -> DecodeReading:
 async def _measure_decode(setup: Setup, running: int, context: int) -> DecodeReading:
     readings = Readings()
     begin_imports(worker_environment(setup.threads), setup.device, setup.backend)
-    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        bench = _bench(setup, readings, lambda what: None, Path(scratch))
+    with OwnedDirectory("profile") as scratch:
+        bench = _bench(setup, readings, lambda what: None, scratch)
         async with bench.replica() as replica:
             for _ in range(1 + setup.plan.repeats):
                 await bench.time_decode(replica, running, context)
@@ -99,8 +100,8 @@ def _bench(setup: Setup, readings: Readings, watch: Watch, scratch: Path) -> _Be
 async def _measure(setup: Setup, watch: Watch) -> Readings:
     readings = Readings()
     begin_imports(worker_environment(setup.threads), setup.device, setup.backend)
-    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        bench = _bench(setup, readings, watch, Path(scratch))
+    with OwnedDirectory("profile") as scratch:
+        bench = _bench(setup, readings, watch, scratch)
         async with bench.replica() as replica, bench.trainer("token-tis") as trainer:
             readings.pads_context = await replica.pads_context()
             readings.prefill_tokens = await replica.prefill_tokens()
@@ -117,7 +118,7 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
         if setup.reward_model is not None:
-            await time_rewards(setup, bench.common, Path(scratch), readings, watch)
+            await time_rewards(setup, bench.common, scratch, readings, watch)
     return readings
 
 

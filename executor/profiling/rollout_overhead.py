@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ import psutil
 
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.environment.session import with_tool_format
 from streamrl.executor.execute import execute
 from streamrl.executor.launchers import worker
@@ -149,9 +149,9 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | Non
     """
     if not has_tokenizer(Path(setup.model)):
         return Taken()
-    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+    with OwnedDirectory("profile") as scratch:
         clock = _Clock(is_over_ray=ray is not None)
-        trace = execute(handled_run(setup, ray, Path(scratch), turns), watch=clock)
+        trace = execute(handled_run(setup, ray, scratch, turns), watch=clock)
     pushes = read_timeline(trace).link
     times = [span.end - span.start for span in pushes[1:]]
     return Taken(clock.handling[1:], clock.serving[1:], times)

@@ -7,18 +7,15 @@ import logging
 import os
 import re
 import shutil
-import stat
 import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
-from streamrl.executor.directory_lock import DirectoryLock, is_abandoned
+from streamrl.executor.directory_lock import OwnedDirectory
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "streamrl-"
 WATCHDOG = 'trap "" HUP INT TERM; while read -r line; do :; done; rm -rf -- "$0"'
 """Ends at the end of its input, which is the death of the owner and of all processes that have its pipe."""
 MORE_SHARED_MEMORY = "start the container with --shm-size, or with --ipc=host (Kubernetes: an emptyDir of medium Memory)"
@@ -36,8 +33,7 @@ class SharedDirectory:
     """A new directory that only this user can open, in shared memory if the machine has it.
 
     `remove` deletes it. If the owner dies first, a watchdog process deletes it: a shell that reads a pipe until its
-    writer, the owner, is gone. If the watchdog dies too, the next owner on this machine deletes it: each new one
-    removes all directories without a living owner.
+    writer, the owner, is gone. If the watchdog dies too, the next owner on this machine deletes it.
     """
 
     def __init__(self, name: str, room: int = 0, *, on_disk: bool = False) -> None:
@@ -57,11 +53,8 @@ class SharedDirectory:
         parent = SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
         if not has_room:
             warn_of_little_room(name, room)
-        remove_abandoned(parent)
-        unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{name}-", dir=parent))
-        self._lock = DirectoryLock(unlocked)
-        self._lock.take()
-        self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
+        self._owned = OwnedDirectory(name, parent)
+        self.path = self._owned.path
         self._watchdog = subprocess.Popen(
             ("/bin/sh", "-c", WATCHDOG, str(self.path)),
             stdin=subprocess.PIPE,
@@ -72,12 +65,11 @@ class SharedDirectory:
 
     def remove(self) -> None:
         """Remove the directory with its content; repeated calls do nothing."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._owned.remove()
         if self._watchdog.stdin is not None:
             self._watchdog.stdin.close()
         self._watchdog.kill()
         self._watchdog.wait()
-        self._lock.release()
 
 
 def warn_of_little_room(what: str, room: int) -> None:
@@ -104,16 +96,6 @@ def reserve(path: Path, num_bytes: int) -> bool:
             return True
     path.unlink()
     return False
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Remove directories of this user whose owners have died."""
-    for path in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # its owner may remove it meanwhile
-            status = path.lstat()  # anyone may make a link of that name
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_own and is_abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def version_directory(directory: Path, version: int) -> Path:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.verifier.fork_server import ENVIRONMENT
 from streamrl.executor.verifier.sandbox import SandboxLimits
 from streamrl.runfile.roles_config import RewardConfig
@@ -51,7 +51,7 @@ class ForkServerProcess:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        directory: tempfile.TemporaryDirectory[str],
+        directory: OwnedDirectory,
         connection: socket.socket,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -80,7 +80,7 @@ class ForkServerProcess:
 
         Without the sandbox it has the environment of this process.
         """
-        directory = tempfile.TemporaryDirectory(prefix="streamrl-verifier-")
+        directory = OwnedDirectory("verifier")
         ours, theirs = socket.socketpair()
         options = {
             "path": [str(Path(entry).resolve()) for entry in sys.path],
@@ -99,7 +99,7 @@ class ForkServerProcess:
                 stdout=output,
                 stderr=output,
                 env=ENVIRONMENT if is_sandboxed else {**os.environ, **ENVIRONMENT},
-                cwd=directory.name,
+                cwd=directory.path,
                 start_new_session=True,  # only the controller handles Ctrl-C
             )
         return cls(process, directory, ours, *await asyncio.open_unix_connection(sock=ours))
@@ -148,7 +148,7 @@ class ForkServerProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._directory.cleanup()  # necessary only if the process was killed
+        self._directory.remove()
         self._listener.cancel()
         self._lose()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -107,9 +106,11 @@ def accept(
         if (output / PROFILES).exists():
             raise ValueError(f"{output / PROFILES} exists already; name another directory with -o")
     need_executor("transformers")
+    from streamrl.executor.directory_lock import OwnedDirectory
+
     rented = _Rented.of(resolve(run), peer)
     Costs.load(run)  # refuses a plan that cannot run, before any measurement
-    with make_progress() as progress, tempfile.TemporaryDirectory(prefix="streamrl-accept-") as own:
+    with make_progress() as progress, OwnedDirectory("accept") as own:
         task = progress.add_task("measure", total=None, facts="starting")
 
         def watch(what: str) -> None:
@@ -117,7 +118,7 @@ def accept(
 
         found = _measure(rented, began_at + 60 * minutes * (1 - LEFT_FOR_PLAN), watch)
         watch("the plan")
-        scaled = (output or Path(own)) / PROFILES
+        scaled = (output or own) / PROFILES
         whole = _predict(run_file, overrides or (), rented, found, scaled)
     decision, reasons = _decide(whole, run.plan, limit)
     node = rented.node
