@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ from tests.test_execute import real_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 
 GAME = f"python:{Path(__file__).parent / 'turn_game.py'}:"
+CONFIG = EnvironmentConfig(max_turns=4, max_context=100, implementation=f"{GAME}Odd")
 Look = Callable[[RealWorld, Event], None]
 
 
@@ -137,6 +139,13 @@ def kill_host(world: RealWorld) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def stop_host(world: RealWorld) -> None:
+    """Stop that process, which then neither answers nor ends."""
+    assert world._episodes is not None
+    if (pid := world._episodes._host.pid) is not None:
+        os.kill(pid, signal.SIGSTOP)
+
+
 def kill_replica(world: RealWorld) -> None:
     replicas: Any = world._launcher.replicas  # type: ignore[attr-defined]
     replicas[min(replicas)].kill("was killed by a test")
@@ -155,6 +164,7 @@ def kill_trainer(world: RealWorld) -> None:
     [
         (kill_environments, "replay"),
         (kill_host, "restart"),
+        (stop_host, "replay"),
         (kill_replica, "replay"),
         (announce_loss, "replay"),
         (kill_trainer, "restart"),
@@ -163,7 +173,8 @@ def kill_trainer(world: RealWorld) -> None:
 def test_a_role_killed_in_mid_episode_loses_and_doubles_nothing(
     tmp_path: Path, kill: Callable[[RealWorld], None], after_loss: str
 ) -> None:
-    run = episode_run(tmp_path, env__after_loss=after_loss, execute__checkpoint_every=1)
+    patience = {"execute__patience": "1 s"} if kill is stop_host else {}
+    run = episode_run(tmp_path, env__after_loss=after_loss, execute__checkpoint_every=1, **patience)
     moments = set(random.Random(f"{kill.__name__} {after_loss}").sample(range(20, 120), 3))
     seen = 0
 
@@ -178,6 +189,31 @@ def test_a_role_killed_in_mid_episode_loses_and_doubles_nothing(
     assert seen > max(moments)
     failed = [e.event.command for e in trace.entries if isinstance(e.event, Failed)]
     assert kill is not kill_environments or of(Act, failed)
+
+
+def test_commands_to_a_stopped_host_are_never_waited_for_and_it_is_replaced() -> None:
+    """More commands than its socket holds; without the timer, a sender that waits would wait for ever."""
+    host = EnvironmentHost(CONFIG, patience=1.0)
+
+    async def go() -> None:
+        await host.start()
+        stopped = host.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        timer = threading.Timer(20.0, os.kill, (stopped, signal.SIGKILL))
+        timer.start()
+        for number in range(5000):
+            host.kill(number)
+        assert host.pid == stopped and psutil.Process(stopped).status() == psutil.STATUS_STOPPED
+        with pytest.raises(WorkerLostError, match=r"gave no sign of life for .* and was killed"):
+            await Session(host).reset({"prompt": "p"})
+        timer.cancel()
+        session = Session(host)
+        assert await session.reset({"prompt": "p"}) == [{"role": "user", "content": "p"}]
+        assert host.pid not in (None, stopped)
+        host.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
 def test_a_killed_driver_resumes_in_mid_episode(tmp_path: Path) -> None:
@@ -252,9 +288,6 @@ def test_an_episode_ends_at_its_turns_its_tokens_its_context_and_its_time(tmp_pa
         if num_turns is not None:  # the environment judges the turn that it does not answer
             for rollout, reward in rewards_of(trace).items():
                 assert reward == sum_of(rollout, num_turns)
-
-
-CONFIG = EnvironmentConfig(max_turns=4, max_context=100, implementation=f"{GAME}Odd")
 
 
 def odd(*actions: str, limit: float | None = 0.1, config: EnvironmentConfig = CONFIG) -> list[Any]:

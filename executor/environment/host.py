@@ -1,7 +1,8 @@
 """The process that imports an environment's class once, and forks a worker process for each episode.
 
 The controller sends commands of fixed size over a socket: `OPEN` with the number of a session and one end of its
-socket, or `KILL` with the number. Requests and answers of a session are lines of JSON on its own socket, between
+socket, `KILL` with the number, or `PING`. The host sends back each `OPEN` and `PING` that it has carried out, so the
+controller notices a host that hangs. Requests and answers of a session are lines of JSON on its own socket, between
 controller and worker. So the host never reads what an environment or a policy wrote.
 
 | request                                        | answer                                                     |
@@ -44,7 +45,7 @@ from streamrl.executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
 
 COMMAND = struct.Struct("<BI")
 """A command to the host: its kind, and the number of a session."""
-OPEN, KILL = 0, 1
+OPEN, KILL, PING = 0, 1, 2
 REAP_TIME = 1.0
 """Seconds between two looks for workers that have ended."""
 TIMED_OUT = "The action was stopped: it took more than {:g} s."
@@ -156,10 +157,15 @@ class Host:
         if len(data) < COMMAND.size:
             return False
         kind, session = COMMAND.unpack(data)
+        if kind == KILL:
+            self._kill(session)
+            return True
         if kind == OPEN:
             self._fork(session, files[0])
-        else:
-            self._kill(session)
+        try:
+            self._connection.sendall(data)
+        except ConnectionError:
+            return False
         return True
 
     def _fork(self, session: int, file: int) -> None:

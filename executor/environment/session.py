@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+from collections import deque
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -19,16 +20,18 @@ from typing import Annotated, Any
 
 import msgspec
 
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.environment.host import (
     COMMAND,
     KILL,
     MOST_REWARD,
     OPEN,
+    PING,
     Description,
     Options,
 )
 from streamrl.executor.environment.tool_calls import FORMATS, format_of
-from streamrl.executor.launchers.handles import WorkerLostError
+from streamrl.executor.launchers.handles import PATIENCE, PING_TIME, Heartbeat, WorkerLostError
 from streamrl.executor.verifier.fork_server import ENVIRONMENT
 from streamrl.executor.verifier.fork_server_process import CLOSE_TIME
 from streamrl.runfile.environment_choice import ENVIRONMENTS
@@ -36,6 +39,8 @@ from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import OneOf, RunError
 from streamrl.runfile.scorer_choice import file_of, with_file
 from streamrl.workload.prompt_records import Record
+
+logger = logging.getLogger(__name__)
 
 BOOT = """
 import json, sys
@@ -166,17 +171,192 @@ class Session:
             self._host.kill(self._number)
 
 
+class HostProcess:
+    """One process of the host, from its start to its end.
+
+    It is lost if it ends, or if it neither answers pings nor computes for `patience` seconds. Then it is killed with
+    all its workers.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        directory: OwnedDirectory,
+        connection: socket.socket,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._directory = directory
+        self._connection = connection
+        self._writer = writer
+        self._unsent: deque[tuple[bytes, socket.socket | None]] = deque()
+        """Commands for which the connection had no room yet, with the socket that `OPEN` hands over."""
+        self._forks: dict[int, asyncio.Future[None]] = {}
+        """Resolved when the host has forked the worker of a session."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    @classmethod
+    async def start(
+        cls, config: EnvironmentConfig, log: Path, patience: float
+    ) -> tuple[HostProcess, Description]:
+        """Start the process, and return it with the description of its class.
+
+        Raises:
+            EnvironmentFaultError: the class cannot be used.
+        """
+        ours, theirs = socket.socketpair()
+        directory = OwnedDirectory("environment")
+        with theirs, log.open("ab") as output:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    *("-I", "-S", "-B"),
+                    "-c",
+                    BOOT,
+                    json.dumps(_options(config, theirs)),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=ENVIRONMENT if config.sandbox else {**os.environ, **ENVIRONMENT},
+                cwd=directory.path,
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
+        own = cls(process, directory, ours, writer)
+        try:
+            described = await _description(reader, log)
+        except BaseException:
+            own.close()
+            raise
+        own._watch(reader, Heartbeat(process.pid, patience))
+        return own, described
+
+    def _watch(self, reader: asyncio.StreamReader, heartbeat: Heartbeat) -> None:
+        heartbeat.answer()
+        self._tasks = [
+            asyncio.create_task(self._listen(reader, heartbeat)),
+            asyncio.create_task(self._beat(heartbeat)),
+        ]
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None if the process does not run."""
+        is_over = self._is_closed or self._process.poll() is not None
+        return None if is_over else self._process.pid
+
+    async def fork(self, session: int) -> socket.socket:
+        """Let the host fork the worker of a session, and return the connection to it.
+
+        Raises:
+            WorkerLostError: the host is lost.
+        """
+        if self._is_closed:
+            raise WorkerLostError("the host of environments has ended")
+        ours, theirs = socket.socketpair()
+        forked = self._forks[session] = asyncio.get_running_loop().create_future()
+        try:
+            with theirs:
+                self.send(OPEN, session, theirs)
+                await forked
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            del self._forks[session]
+        return ours
+
+    def send(self, kind: int, session: int = 0, handed: socket.socket | None = None) -> None:
+        """Send a command now, or as soon as the connection has room for it. This never waits."""
+        self._unsent.append((COMMAND.pack(kind, session), handed))
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent and not self._is_closed:
+                data, handed = self._unsent[0]
+                if handed is None or handed.fileno() >= 0:  # else its session was given up
+                    files = [] if handed is None else [handed.fileno()]
+                    socket.send_fds(self._connection, [data], files)
+                self._unsent.popleft()
+        except BlockingIOError:
+            pass  # the next answer or ping tries again
+        except OSError as error:
+            self._lose(f"has ended: {error}")
+
+    async def _listen(self, reader: asyncio.StreamReader, heartbeat: Heartbeat) -> None:
+        """Note the commands that the host has carried out, until it ends."""
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                kind, session = COMMAND.unpack(await reader.readexactly(COMMAND.size))
+                forked = self._forks.get(session)
+                if kind == PING:
+                    heartbeat.answer()
+                elif forked is not None and not forked.done():
+                    forked.set_result(None)
+                self._flush()
+        self._lose("has ended")
+
+    async def _beat(self, heartbeat: Heartbeat) -> None:
+        """Ping every `PING_TIME`, until the process has been silent for too long."""
+        while not heartbeat.is_over:
+            if heartbeat.is_asked_for():
+                self.send(PING)
+            await asyncio.sleep(PING_TIME)
+        self._lose(f"gave no sign of life for {heartbeat.silence:.0f} s and was killed")
+
+    def _lose(self, how: str) -> None:
+        if self._is_closed:
+            return
+        logger.warning(f"the host of environments {how}; episodes in it are run again")
+        self._process.kill()
+        self.close(f"the host of environments {how}")
+
+    def close(self, why: str = "the host of environments was closed") -> None:
+        """End the process with all workers; calls that wait for it raise `WorkerLostError`."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        with suppress(OSError):  # the process may have closed it first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._writer.close()
+        for forked in self._forks.values():
+            if not forked.done():
+                forked.set_exception(WorkerLostError(why))
+        _end(self._process)
+        self._directory.remove()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process that leads its group; kill the group if it does not end in time."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(CLOSE_TIME)
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # the kernel has not ended it yet
+        process.wait(CLOSE_TIME)
+
+
 class EnvironmentHost:
     """The host process; it is started again when it was lost."""
 
-    def __init__(self, config: EnvironmentConfig, log: Path = Path(os.devnull)) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        log: Path = Path(os.devnull),
+        patience: float = PATIENCE,
+    ) -> None:
+        """Take the environment's section, the file for its output, and `execute.patience` in seconds."""
         self._config = config
         self._log = log
+        self._patience = patience
         self._numbers = itertools.count()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._starting = asyncio.Lock()
+        self._process: HostProcess | None = None
+        self._opening = asyncio.Lock()
+        """Held while a worker is forked, so that a host which hangs has one such request at most."""
 
     @property
     def start_time_limit(self) -> float:
@@ -186,9 +366,7 @@ class EnvironmentHost:
     @property
     def pid(self) -> int | None:
         """Process id of the host; None if it does not run."""
-        return (
-            None if self._process is None or self._process.poll() is not None else self._process.pid
-        )
+        return None if self._process is None else self._process.pid
 
     async def describe(self) -> list[dict[str, Any]]:
         """Return the schemas of the tools of the environment's class.
@@ -229,88 +407,66 @@ class EnvironmentHost:
             EnvironmentFaultError: the class cannot be used.
         """
         self.close()
-        ours, theirs = socket.socketpair()
-        self._directory = tempfile.TemporaryDirectory(prefix="streamrl-environment-")
-        with theirs, self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *("-I", "-S", "-B"),
-                    "-c",
-                    BOOT,
-                    json.dumps(self._options(theirs)),
-                ],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=ENVIRONMENT if self._config.sandbox else {**os.environ, **ENVIRONMENT},
-                cwd=self._directory.name,
-                start_new_session=True,
-            )
-        self._connection = ours
-        try:
-            line = await asyncio.wait_for(asyncio.to_thread(_read_line, ours), IMPORT_TIME)
-            described = msgspec.json.decode(line, type=Description)
-        except (TimeoutError, msgspec.MsgspecError):
-            self.close()
-            raise EnvironmentFaultError(f"its process did not start; see {self._log}") from None
-        if described["fault"] is not None:
-            self.close()
-            raise EnvironmentFaultError(described["fault"])
+        self._process, described = await HostProcess.start(self._config, self._log, self._patience)
         return described
 
-    def _options(self, connection: socket.socket) -> Options:
-        config = self._config
-        limit: float | None = config.episode_time_limit
-        if limit is None and config.action_time_limit is not None:
-            limit = config.action_time_limit * config.max_turns
-        return {
-            "path": [str(Path(entry).resolve()) for entry in sys.path],
-            "connection": connection.fileno(),
-            "implementation": _with_absolute_file(str(config.implementation)),
-            "arguments": {**config.arguments, **_arguments_of_tools(config)},
-            "limits": (CPU_SHARE if limit is None else float(limit), float(config.memory_limit)),
-            "is_sandboxed": config.sandbox,
-        }
-
     async def open(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Let the host fork a worker, and return its number and connection; start the host again if it was lost."""
-        async with self._starting:
+        """Let the host fork a worker, and return its number and connection; start the host again if it was lost.
+
+        Raises:
+            EnvironmentFaultError: the host does not start.
+            WorkerLostError: the host was lost meanwhile; another call starts a new one.
+        """
+        async with self._opening:
             if self.pid is None:
                 await self.start()
-        number = next(self._numbers)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._send(OPEN, number, theirs.fileno())
+            assert self._process is not None, "it was started"
+            number = next(self._numbers)
+            ours = await self._process.fork(number)
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_BYTES)
         return number, reader, writer
 
     def kill(self, session: int) -> None:
         """Kill the worker of a session, if it runs."""
-        with suppress(WorkerLostError):
-            self._send(KILL, session)
-
-    def _send(self, kind: int, session: int, *files: int) -> None:
-        assert self._connection is not None, "start was called"
-        try:
-            socket.send_fds(self._connection, [COMMAND.pack(kind, session)], files)
-        except OSError as error:
-            raise WorkerLostError(f"the host of environments has ended: {error}") from None
+        if self._process is not None:
+            self._process.send(KILL, session)
 
     def close(self) -> None:
         """End the process with all workers."""
         process, self._process = self._process, None
-        if process is None or self._connection is None or self._directory is None:
-            return
-        self._connection.close()
-        try:
-            process.wait(CLOSE_TIME)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._directory.cleanup()
+        if process is not None:
+            process.close()
+
+
+async def _description(reader: asyncio.StreamReader, log: Path) -> Description:
+    """Return the first line of a host, which imports the environment's class before it.
+
+    Raises:
+        EnvironmentFaultError: the class cannot be used, or the process did not start.
+    """
+    try:
+        async with asyncio.timeout(IMPORT_TIME):
+            line = await reader.readline()
+        described = msgspec.json.decode(line, type=Description)
+    except (TimeoutError, ConnectionError, ValueError, msgspec.MsgspecError):
+        raise EnvironmentFaultError(f"its process did not start; see {log}") from None
+    if described["fault"] is not None:
+        raise EnvironmentFaultError(described["fault"])
+    return described
+
+
+def _options(config: EnvironmentConfig, connection: socket.socket) -> Options:
+    limit: float | None = config.episode_time_limit
+    if limit is None and config.action_time_limit is not None:
+        limit = config.action_time_limit * config.max_turns
+    return {
+        "path": [str(Path(entry).resolve()) for entry in sys.path],
+        "connection": connection.fileno(),
+        "implementation": _with_absolute_file(str(config.implementation)),
+        "arguments": {**config.arguments, **_arguments_of_tools(config)},
+        "limits": (CPU_SHARE if limit is None else float(limit), float(config.memory_limit)),
+        "is_sandboxed": config.sandbox,
+    }
 
 
 def with_tool_format(config: EnvironmentConfig, tokenizer: Any) -> EnvironmentConfig:
@@ -327,17 +483,6 @@ def with_tool_format(config: EnvironmentConfig, tokenizer: Any) -> EnvironmentCo
         text = f"{key}: the model's chat template describes no tool calls; set the format: {', '.join(names)}"
         raise RunError(key, "auto", OneOf(names), text)
     return msgspec.structs.replace(config, tool_format=found)
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """Return the first line that the host sends; it sends nothing after it."""
-    data = b""
-    while not data.endswith(b"\n"):
-        more = connection.recv(1 << 16)
-        if not more:
-            break
-        data += more
-    return data
 
 
 def _arguments_of_tools(config: EnvironmentConfig) -> dict[str, Any]:
