@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -340,6 +341,31 @@ def test_a_stopped_nursery_delays_no_end_and_the_next_worker_has_another(
         assert time.monotonic() - began_at < 20
     assert parents[0] != parents[1]
     os.kill(parents[0], signal.SIGKILL)
+
+
+def test_others_run_while_a_server_has_no_room_for_a_request() -> None:
+    control, theirs = socket.socketpair()
+    control.setblocking(False)
+    theirs.settimeout(0.2)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            control.send(bytes(1 << 16))
+
+    async def go() -> bytes:
+        server = processes.PreforkServer(None, control)  # type: ignore[arg-type]  # no process is asked
+        sending = asyncio.create_task(processes._send(server, b"request", [0]))
+        await asyncio.sleep(0.05)
+        assert not sending.done() and server.is_sending
+        received = bytearray()
+        with contextlib.suppress(TimeoutError):
+            while True:
+                received += await asyncio.to_thread(theirs.recv, 1 << 16)
+        await sending
+        assert not server.is_sending and not server.is_stuck
+        return bytes(received)
+
+    with control, theirs:
+        assert asyncio.run(asyncio.wait_for(go(), timeout=20)).endswith(b"request")
 
 
 def test_what_computes_on_gpus_is_not_forked() -> None:

@@ -87,11 +87,10 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
                     selector.register(pidfd, selectors.EVENT_READ, child)
 
 
-def send(control: socket.socket, request: WorkerRequest, descriptors: list[int]) -> None:
-    """Request a worker from a prefork server."""
+def encode(request: WorkerRequest) -> bytes:
+    """Return the bytes of a request; the descriptors of the worker are sent with the first of them."""
     data = msgspec.json.encode(request)
-    socket.send_fds(control, [len(data).to_bytes(HEADER, "big")], descriptors)
-    control.sendall(data)
+    return len(data).to_bytes(HEADER, "big") + data
 
 
 def receive(control: socket.socket) -> tuple[WorkerRequest, list[int]] | None:

@@ -39,6 +39,8 @@ MOST_BYTES = 32
 """Maximum size of an answer of the prefork server, in bytes."""
 FACTOR = 10
 """A prefork server that imports libraries may be silent for this multiple of `execute.patience`: the disk may be slow."""
+SEND_TIME = 0.01
+"""Seconds between two tries to send a request to a prefork server that does not read."""
 LOOK_TIME = 1.0
 """Seconds between two looks at the CPU time of a prefork server."""
 STATUS_TIME = 1.0
@@ -162,10 +164,10 @@ async def fork_from(
             with theirs:
                 server = _prefork_server_for(environment, modules, log)
                 limit = patience if server.has_answered else FACTOR * patience
-                server.control.settimeout(limit)
                 descriptors = [connection.fileno(), log.fileno(), theirs.fileno()]
                 with suppress(BrokenPipeError, ConnectionResetError):
-                    prefork_server.send(server.control, request, descriptors)
+                    async with asyncio.timeout(limit):
+                        await _send(server, prefork_server.encode(request), descriptors)
             pid = await _answer_of(server, ours, limit)
         except TimeoutError:
             ours.close()
@@ -178,6 +180,24 @@ async def fork_from(
         ours.close()
         server.control.close()  # its process may still be ending, so the next try starts another one
     raise ChildProcessError("the prefork server, from which workers are forked, has died")
+
+
+async def _send(server: PreforkServer, data: bytes, descriptors: list[int]) -> None:
+    """Send a request and its descriptors; others run meanwhile if a server that is stopped leaves no room for it."""
+    while server.is_sending:
+        await asyncio.sleep(SEND_TIME)
+    server.is_sending, is_begun = True, False
+    try:
+        while data:
+            try:
+                ancillary = [] if is_begun else descriptors
+                sent = socket.send_fds(server.control, [data], ancillary)
+                data, is_begun = data[sent:], True
+            except BlockingIOError:
+                await asyncio.sleep(SEND_TIME)
+    finally:
+        server.is_sending = False
+        server.is_stuck |= is_begun and bool(data)  # it would read the next request as the rest
 
 
 async def _answer_of(server: PreforkServer, ours: socket.socket, limit: float) -> bytes:
@@ -275,6 +295,8 @@ class PreforkServer:
     control: socket.socket
     """Connection over which workers are requested."""
     has_answered: bool = False
+    is_sending: bool = False
+    """Whether a request is being sent to it. Two at a time would be mixed."""
     is_stuck: bool = False
     """Whether it gave no sign of life. It stays, because its workers would end with it."""
 
@@ -307,6 +329,7 @@ def _prefork_server_for(
         if not server.is_stuck:
             server.control.close()
     control, theirs = socket.socketpair()
+    control.setblocking(False)
     with theirs:
         words = [prefork_server.__name__, str(theirs.fileno()), *modules, PADDING]
         process = _start(words, theirs, log, environment)
