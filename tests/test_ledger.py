@@ -32,7 +32,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trace import Entry, Trace, blaming_damage
-from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.engine.trainer_side import ROLLED_BACK, drawn_again
 from streamrl.executor.checkpoints import KEPT_CHECKPOINTS
 from streamrl.record.ledger import (
     KEPT_ACCOUNTS,
@@ -45,7 +45,7 @@ from streamrl.record.ledger import (
 from tests.command_line import streamrl
 from tests.hand_traces import HandTrace
 from tests.random_runs import Losses, failures, losses, runs, runs_of_several, simulate
-from tests.runs import small_run
+from tests.runs import Script, small_run
 
 
 def balance_of(trace: Trace) -> Ledger:
@@ -254,6 +254,48 @@ def test_replay_tells_the_ledger_of_what_cannot_have_happened_and_says_why_in_wo
     assert reported.stderr.count(str(file)) == reported.returncode / 2
     for text in (said, reported.stderr):
         assert "Error" not in text and "()" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("groups_done", 10**15),
+        ("group", 10**15),
+        ("done_ahead", [10**15]),
+        ("leg", 10**15),
+    ],
+)
+def test_a_group_number_that_would_fill_the_memory_is_refused_with_its_entry(
+    name: str, number: object, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in hand().trace.encode().splitlines()]
+    save = {"type": "SaveCheckpoint", "version": 1, "groups_done": 1, "trainer": 0}
+    for line in lines[1:]:
+        if line[1]["type"] == "RunStarted" and name == "groups_done":
+            line[1][name] = number
+        if line[1]["type"] == "PromptsDrawn" and name == "group":
+            line[1]["groups"][0][name] = number
+    if name == "done_ahead":
+        lines[-1][2].append({**save, name: number})
+    if name == "leg":
+        lines[0][name] = number
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = streamrl("replay", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert re.search(r"/trace\.jsonl:\d+: not a trace (entry|header): ", done.stderr), done.stderr
+
+
+def test_a_run_does_not_leap_over_more_groups_than_memory_holds() -> None:
+    s = Script(small_run({"algorithm.prompts_per_step": 1, "algorithm.group_size": 2}))
+    s.begin()
+    far = DrawnGroup(9 * 10**8, (18 * 10**8, 18 * 10**8 + 1), 40, (9, 9))
+    with pytest.raises(ValueError, match="group 900000000 drawn, but 0 is next"):
+        s.tell(PromptsDrawn(1, 0, (far,)))
+    begun = RunStarted(1, 3)
+    assert drawn_again(begun, SaveCheckpoint(2, 5, 1, (6,))) == {3, 4, 6}
+    with pytest.raises(ValueError, match="trainer 1 continues from group 900000000, and the run"):
+        drawn_again(begun, SaveCheckpoint(2, 9 * 10**8, 1))
 
 
 @pytest.mark.parametrize("error", [AssertionError(), KeyError(40), AttributeError("'NoneType'")])

@@ -37,9 +37,11 @@ Any may end in `Failed`. `RunStarted`, `ReplicaLeaving`, `ReplicaLost`, `Machine
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+
+from streamrl.runfile.recorded_numbers import GroupNumber
 
 HELD_OUT = 1 << 40
 """Number of the first rollout of an evaluation beside those of training, which are fewer."""
@@ -276,9 +278,9 @@ class SaveCheckpoint(Message, frozen=True, omit_defaults=True):
     """
 
     version: int
-    groups_done: int
+    groups_done: GroupNumber
     trainer: int
-    done_ahead: tuple[int, ...] = ()
+    done_ahead: tuple[GroupNumber, ...] = ()
 
 
 class DrawEvaluation(Message, frozen=True):
@@ -365,7 +367,7 @@ class RunStarted(Message, frozen=True, omit_defaults=True):
     """The run begins at policy version `version`; groups before `groups_done` are done."""
 
     version: int
-    groups_done: int
+    groups_done: GroupNumber
     followers: tuple[SaveCheckpoint, ...] = ()
     """Checkpoints from which secondary trainers continue, in their order. Trainers without one
     begin at version 0.
@@ -478,7 +480,7 @@ class KeptTurns(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class DrawnGroup(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One prompt and the ids of its rollouts."""
 
-    group: int
+    group: GroupNumber
     rollouts: tuple[int, ...]
     prompt_tokens: int
     expected_tokens: tuple[int, ...]
@@ -648,7 +650,7 @@ class EvaluationDrawn(Message, frozen=True):
     """The held-out prompts of a `DrawEvaluation`, with `samples` rollouts of each."""
 
     version: int
-    samples: int
+    samples: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
     prompt_tokens: tuple[int, ...]
     """Tokens of each prompt."""
 

@@ -91,7 +91,7 @@ from streamrl.engine.messages import (
     WeightsPushed,
     Woke,
 )
-from streamrl.engine.trainer_side import TrainerCommand, TrainerSide, drawn_again
+from streamrl.engine.trainer_side import MOST_AHEAD, TrainerCommand, TrainerSide, drawn_again
 
 
 @dataclass(slots=True)
@@ -585,6 +585,8 @@ class State:
         drawn_groups = {group.id: group for group in groups}
         rollouts = {rollout.id: rollout for group in groups for rollout in group.rollouts}
         if groups:
+            if groups[-1].id - self.next_group > MOST_AHEAD:
+                raise ValueError(f"group {groups[-1].id} drawn, but {self.next_group} is next")
             self.next_group = groups[-1].id + 1
         self.groups.update(drawn_groups)
         self.num_drawn += len(rollouts)

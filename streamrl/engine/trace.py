@@ -14,7 +14,17 @@ from math import ceil
 from mmap import ACCESS_READ, mmap
 from os import SEEK_END, strerror
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import (
+    IO,
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import msgspec
 
@@ -104,6 +114,11 @@ class LineFile:
             self._file.truncate(size)
             self._error = OSError(error.errno, error.strerror, self._name)
             raise self._error from None
+
+    def rename(self, path: Path) -> None:
+        """Give the open file another path."""
+        Path(self._file.name).rename(path)
+        self._name = str(path)
 
     def close(self) -> None:
         """Close the file."""
@@ -256,11 +271,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same for the kinds of `rollout.others`."""
     is_endless: bool = False
     """Whether the engine had no last step."""
-    leg: int = 1
+    leg: Annotated[int, msgspec.Meta(ge=1, le=10**6)] = 1
     """Number of starts and resumes of the run so far. The trace covers the time since the last one.
     """
     run_id: str = ""
     """The id of an executed run, which its other files have too."""
+    prompts: str = ""
+    """The digest of the token ids of an executed run's prompts; see `streamrl.record.prompt_tokens`."""
 
 
 class Divergence(NamedTuple):
@@ -286,6 +303,7 @@ class Trace:
         leg: int = 1,
         run_id: str = "",
         tell: Callable[[Entry], None] | None = None,
+        prompts: str = "",
     ) -> None:
         """Begin a trace.
 
@@ -301,6 +319,7 @@ class Trace:
             leg: number of starts and resumes of the run, this one included.
             run_id: the id of an executed run.
             tell: called with each entry as it happens.
+            prompts: the digest of an executed run's prompts.
         """
         self.begun = run
         """The run file with which its engine began."""
@@ -312,6 +331,7 @@ class Trace:
         self.is_endless = is_endless
         self.leg = leg
         self.run_id = run_id
+        self.prompts = prompts
         self._own: list[Entry] = []
         self.entries: list[Entry] | WrittenEntries = self._own
         self.path: Path | None = None
@@ -413,6 +433,7 @@ class Trace:
             is_endless=self.is_endless,
             leg=self.leg,
             run_id=self.run_id,
+            prompts=self.prompts,
         )
         return _ENCODER.encode(header) + b"\n"
 
@@ -450,6 +471,7 @@ def read_trace(path: Path | str) -> Trace:
         is_endless=header.is_endless,
         leg=header.leg,
         run_id=header.run_id,
+        prompts=header.prompts,
     )
     trace.path = path
     if size > LARGE:

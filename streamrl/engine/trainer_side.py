@@ -240,9 +240,21 @@ UNIFORM = "all its rewards are equal"
 TrainerCommand = Score | Train | Step | StartTrainer | StopTrainer | ResizeTrainer | SaveCheckpoint
 
 
+MOST_AHEAD = 10**7
+"""Maximum groups between two positions of one run. Assumption: more are damage; their numbers would fill the memory."""
+
+
 def drawn_again(begun: RunStarted, saved: SaveCheckpoint) -> frozenset[int]:
-    """Return the groups that a resumed run draws again although a trainer's checkpoint contains them."""
+    """Return the groups that a resumed run draws again although a trainer's checkpoint contains them.
+
+    Raises:
+        ValueError: the checkpoint is too many groups ahead of the run.
+    """
     first = begun.groups_done
+    if saved.groups_done - first > MOST_AHEAD:
+        raise ValueError(
+            f"trainer {saved.trainer} continues from group {saved.groups_done}, and the run from group {first}"
+        )
     return frozenset(range(first, saved.groups_done)).union(
         g for g in saved.done_ahead if g >= first
     )

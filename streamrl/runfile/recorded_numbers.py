@@ -19,6 +19,8 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e7)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=10**15)]
 Ordinal: TypeAlias = Annotated[int, Meta(ge=1, le=10**15)]
 """A number in a list, from 1."""
+GroupNumber: TypeAlias = Annotated[int, Meta(ge=0, le=10**9)]
+"""The number of a group in draw order. The numbers of its rollouts stay below those of evaluations, 2^40."""
 Interval: TypeAlias = tuple[Number, Number]
 """Least and most; see `check_order`."""
 Setting: TypeAlias = str | bool | Annotated[int, Meta(ge=-(10**15), le=10**15)] | Number
