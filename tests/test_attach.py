@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import threading
 from collections import Counter
@@ -89,6 +90,29 @@ def execute(run: Run, act: Act, resume: bool = False) -> Trace:
             return await world.run()
 
     return asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+DAMAGED = {
+    "cut": '{"followers": [{"name": "newco',
+    "deep": "[" * 100_000,
+    "without a name": '{"followers": [{}]}',
+    "of another key": '{"followers": [{"name": "newcomer", "pool": "aside", "prefix": 1}]}',
+    "of another pool": '{"followers": [{"name": "newcomer", "pool": "nowhere"}]}',
+    "of a number": '{"followers": [{"name": "newcomer", "pool": "aside", "micro_batch": -1}]}',
+    "at no version": '{"followers": [], "leads_from": -1}',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_list_of_attached_trainers_is_named_with_what_to_do(
+    damage: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "attached.json"
+    path.write_text(DAMAGED[damage])
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(str(path))}: cannot be read, .* or remove it"
+    ):
+        with_attached(run_of(tmp_path), tmp_path)
 
 
 def is_step(event: Event, version: int, trainer: int = LEADER) -> bool:

@@ -24,8 +24,10 @@ import msgspec
 
 from streamrl.executor.directory_lock import LOCK, is_abandoned
 from streamrl.record.run_directory import ATTACHED, CONTROL, RUN
+from streamrl.runfile.checks import check_run
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import with_secondary_trainer
+from streamrl.runfile.recorded_numbers import Count
 from streamrl.runfile.result_files import write_file
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class Attached(msgspec.Struct, frozen=True):
     """Names of detached trainers, including those of the run file."""
     promoted: str = ""
     """Name of the secondary trainer that became the primary one; empty if none did."""
-    leads_from: int = 0
+    leads_from: Count = 0
     """Version at which it became the primary trainer."""
 
 
@@ -55,8 +57,8 @@ def read_attached(directory: Path) -> Attached:
         return msgspec.json.decode(path.read_bytes(), type=Attached)
     except FileNotFoundError:
         return Attached()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ValueError(f"{path}: cannot be read, so the run cannot be resumed: {error}") from None
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise _unreadable(path, error) from None
 
 
 def write_attached(directory: Path, attached: Attached) -> None:
@@ -68,12 +70,23 @@ def with_attached(run: Run, directory: Path) -> Run:
     """Return the run with the trainers of attached.json that its run file does not have.
 
     Raises:
-        ValueError: attached.json cannot be read.
+        ValueError: attached.json cannot be read, or it has no valid section of a trainer.
     """
     for section in read_attached(directory).followers:
         if section.get("name") not in run.secondary_trainer_names:
-            run = with_secondary_trainer(run, section)
+            try:
+                run = with_secondary_trainer(run, section)
+                check_run(run)
+            except (ValueError, TypeError, msgspec.MsgspecError) as error:
+                raise _unreadable(directory / ATTACHED, error) from None
     return run
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path}: cannot be read, so the run cannot be resumed: {error}; restore the file, or remove it to resume "
+        "without the trainers that were attached"
+    )
 
 
 TICK = 0.25
