@@ -98,7 +98,7 @@ def execute(
             planned = None if overrides else _planned_step(run_file)
             trace = execute_run(run, resume, watch.see, how, watch.take, planned)
     except RunInterruptedError as error:
-        with suppress(OSError), _leaving(error):  # the terminal was closed
+        with suppress(OSError), _leaving(error):  # such as a terminal that was closed
             _log_remains(output)
             echo(f"streamrl: {error}", err=True)
         raise typer.Exit(128 + error.signal) from None
@@ -108,8 +108,8 @@ def execute(
         _log_remains(output)
         raise
     except OSError:  # such as a full disk
-        with suppress(OSError, ValueError):  # that error matters more
-            _log_remains(output)
+        _log_remains(output)
+        with suppress(OSError, ValueError):
             if (output / TRACE).exists():
                 echo(_say_saved(output, how), err=True)
         raise
@@ -158,12 +158,17 @@ def _leaving(error: RunInterruptedError) -> Iterator[None]:
 
 
 def _log_remains(output: Path) -> None:
-    """Log the ledger of an interrupted run and write its views, if it has a trace."""
-    if (output / TRACE).exists():
+    """Log the ledger of an interrupted run and write its views, if it has a trace.
+
+    No error here replaces that of the run, which matters more.
+    """
+    if not (output / TRACE).exists():
+        return
+    with suppress(Exception):
         trace = open_trace(output)
         echo(ledger_line(ledger_of_run(trace, output)), err=True)
         if not _is_large(output):
-            with suppress(OSError, ValueError):  # the original error of the run matters more
+            with suppress(Exception):
                 write_results(output, views_of(trace), trace.run_id)
         look = shlex.join(["streamrl", "report", str(output)])
         echo(f"what it did and learned: {look}", err=True)
