@@ -44,6 +44,7 @@ from streamrl.executor.tokens import count_ids, encode_ids
 from streamrl.executor.verifier.reward_checks import check_sources
 from streamrl.record.evaluation import (
     EvaluationResult,
+    Limits,
     by_prompt,
     scores_by_source,
     scores_of,
@@ -191,8 +192,11 @@ class HeldOut:
         *,
         is_alone: bool = False,
         episodes: HeldOutEpisodes | None = None,
+        bounds: Limits | None = None,
     ) -> None:
         """Take the prompts, what scores their rollouts, the seed of rollouts that have one, and where results go.
+
+        `bounds` are the least and the most reward of a rollout, if they are known.
 
         `is_alone` if the run trains nothing: its version has not the number of the step whose weights it evaluates.
         A run without `episodes` has rollouts of one turn.
@@ -206,6 +210,7 @@ class HeldOut:
         self._seed = seed
         self._write_rollout = write_rollout
         self._write_result = write_result
+        self._bounds = bounds
         self._running: _Running | None = None
         self.on_replicas: dict[int, int] = {}
         """Replica of each rollout that is generated now, by its number there."""
@@ -341,8 +346,9 @@ class HeldOut:
             num_prompts=len(self._prompts),
             samples=self._config.samples,
             confidence=self._config.confidence,
-            scores=scores_of(rewards, self._config),
-            sources=scores_by_source(rewards, sources, self._config),
+            scores=scores_of(rewards, self._config, self._bounds),
+            sources=scores_by_source(rewards, sources, self._config, self._bounds),
+            bounds=self._bounds,
             mean_tokens=sum(running.tokens) / num,
             truncated_share=running.num_truncated / num,
             num_failed=len(self._prompts) * self._config.samples - num,

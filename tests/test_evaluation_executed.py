@@ -28,6 +28,7 @@ from streamrl.engine.state import State
 from streamrl.engine.trace import read_trace, replay
 from streamrl.executor.evaluation import HeldOut
 from streamrl.executor.sampling import GREEDY, Sampling, Truncation, sampling_of
+from streamrl.executor.verifier.verifier import bounds_of
 from streamrl.record.evaluation import (
     EVALUATED,
     EvaluationResult,
@@ -44,6 +45,7 @@ from streamrl.record.evaluation import (
 )
 from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.workload.prompt_order import held_out_lines
 from tests.scripted import LengthsCost, make_world
 from tests.test_execute import execute, real_run
@@ -274,6 +276,41 @@ def test_an_interval_of_a_share_ends_at_0_and_1(best: float) -> None:
         assert found["pass@1"].value == pytest.approx(11 / 12) and found["pass@1"].high == 1.0
         assert found["avg@4"].high == 1.0 if best == 1.0 else found["avg@4"].high > 2.0
     assert difference(other, one, config)["pass@1"].score.low == -1.0
+
+
+def test_an_interval_of_rewards_ends_at_what_their_scorers_can_give() -> None:
+    config = EvaluationConfig(samples=1)
+    good, bad = {0: [0.9], 1: [1.0], 2: [0.2]}, {0: [-0.4], 1: [-0.5], 2: [0.9]}
+    own = scores_of(good, config, (-0.5, 1.0))["avg@1"]
+    assert scores_of(good, config)["avg@1"].high > 1.0 == own.high
+    assert (
+        scores_of(bad, config)["avg@1"].low
+        < -0.5
+        == scores_of(bad, config, (-0.5, 1.0))["avg@1"].low
+    )
+    facts: dict[str, Any] = {"time": 0.0, "seconds": 1.0, "num_prompts": 3, "samples": 1}
+    facts |= {"confidence": 0.95, "mean_tokens": 1.0, "truncated_share": 0.0, "scores": {}}
+    one, other = (
+        EvaluationResult(step=0, rewards=each, bounds=(-0.5, 1.0), **facts) for each in (good, bad)
+    )
+    found = difference(one, other, config)["avg@1"].score
+    assert (found.low, found.high) == (-1.5, 1.5)
+
+
+def test_the_bounds_of_a_reward_are_those_of_its_weighted_scorers() -> None:
+    own = RewardConfig(scorer="exact")
+    longer = RewardConfig(scorer="length-penalty", weight=0.5, beyond=8, until=16)
+    of_some = RewardConfig(scorer="json:check", weight=2.0, bounds=(1.0, 3.0), families=("a",))
+    unwanted = RewardConfig(scorer="json:check", weight=-1.0, bounds=(0.0, 2.0))
+    for rewards, expected in (
+        ((own,), (0.0, 1.0)),
+        ((own, longer), (-0.5, 1.0)),
+        ((own, of_some), (0.0, 7.0)),
+        ((own, unwanted), (-2.0, 1.0)),
+    ):
+        assert bounds_of(VerifierConfig(reward=rewards)) == pytest.approx(expected)
+    model = RewardConfig(scorer="reward-model")
+    assert bounds_of(VerifierConfig(reward=(own, model))) is None
 
 
 def test_evaluations_sample_as_training_does_where_nothing_else_is_said(tmp_path: Path) -> None:

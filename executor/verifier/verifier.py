@@ -218,6 +218,18 @@ class Verifier(VerifierRole):
         return await process.ask(number, answer, record, beyond + self._limits.time)
 
 
+def bounds_of(config: VerifierConfig) -> tuple[float, float] | None:
+    """Return the least and the most reward of a rollout; None with a reward model, whose scores have no bounds."""
+    least = most = 0.0
+    for reward in config.rewards:
+        if reward.has_model:
+            return None
+        ends = [reward.weight * end for end in make_scorer(reward).bounds]
+        ends += [0.0] if reward.families else []  # other prompts have no such score
+        least, most = least + min(ends), most + max(ends)
+    return least, most
+
+
 def _cause(reply: Reply, limits: SandboxLimits) -> str:
     """Return why a reply has no reward, with what to do about it if the message does not show it."""
     match reply.fault:

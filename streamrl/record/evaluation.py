@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from math import comb, pi, sqrt, tan
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -30,6 +30,10 @@ EVALUATED = "evaluation_rollouts.jsonl"
 """Files of a run directory: a line for each evaluation, and for each of its rollouts."""
 OF_EVALUATION = "eval/"
 """Prefix of the scores among the figures that trackers get."""
+
+
+Limits: TypeAlias = tuple[float, float]
+"""Least and most possible value."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -73,6 +77,8 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Share of rollouts that the maximum length cut off."""
     num_failed: int = 0
     """Rollouts without a score, which are left out."""
+    bounds: Limits | None = None
+    """Least and most reward that a rollout can have; None if they are unknown."""
     rewards: dict[int, list[float]] = {}
     """By prompt, counted from 0: the rewards of its rollouts, in order of their numbers."""
 
@@ -140,17 +146,26 @@ def values_of(
     return {name: values for name, values in found.items() if values}
 
 
-def scores_of(rewards: dict[int, list[float]], config: EvaluationConfig) -> dict[str, Score]:
-    """Return each score of an evaluation, avg@n first; empty if no rollout has a reward."""
-    each, shares = values_of(rewards, config), _shares(rewards, config)
+def scores_of(
+    rewards: dict[int, list[float]], config: EvaluationConfig, bounds: Limits | None = None
+) -> dict[str, Score]:
+    """Return each score of an evaluation, avg@n first; empty if no rollout has a reward.
+
+    Args:
+        rewards: by prompt, those of its rollouts.
+        config: the section of the run file.
+        bounds: least and most reward that a rollout can have, if they are known.
+    """
+    each, limits = values_of(rewards, config), _limits(rewards, config, bounds)
     found = {name: mean_of(list(at.values()), config.confidence) for name, at in each.items()}
-    return {
-        name: _within(score, 0.0, 1.0) if name in shares else score for name, score in found.items()
-    }
+    return {name: _within(score, limits.get(name)) for name, score in found.items()}
 
 
 def scores_by_source(
-    rewards: dict[int, list[float]], sources: Sequence[str | None], config: EvaluationConfig
+    rewards: dict[int, list[float]],
+    sources: Sequence[str | None],
+    config: EvaluationConfig,
+    bounds: Limits | None = None,
 ) -> dict[str, SourceScores]:
     """Return the scores of each data source; empty if there are not several.
 
@@ -158,6 +173,7 @@ def scores_by_source(
         rewards: by prompt, those of its rollouts.
         sources: the source of each prompt. A prompt without one counts only in the scores of all.
         config: how prompts are scored.
+        bounds: least and most reward that a rollout can have, if they are known.
     """
     prompts: dict[str, list[int]] = defaultdict(list)
     for prompt, source in enumerate(sources):
@@ -168,23 +184,29 @@ def scores_by_source(
     return {
         source: SourceScores(
             num_prompts=len(own),
-            scores=scores_of({each: rewards[each] for each in own if each in rewards}, config),
+            scores=scores_of(
+                {each: rewards[each] for each in own if each in rewards}, config, bounds
+            ),
         )
         for source, own in prompts.items()
     }
 
 
-def _shares(rewards: dict[int, list[float]], config: EvaluationConfig) -> set[str]:
-    """Return the names of scores that are a share: pass@k, and avg@n if each reward is 0 or 1."""
-    names = {f"pass@{k}" for k in config.ks}
-    if all(reward in (0.0, 1.0) for each in rewards.values() for reward in each):
-        names.add(f"avg@{config.samples}")
-    return names
+def _limits(
+    rewards: dict[int, list[float]], config: EvaluationConfig, bounds: Limits | None
+) -> dict[str, Limits]:
+    """Return the limits of scores: of pass@k, and of avg@n if rewards have bounds or each of them is 0 or 1."""
+    found = {f"pass@{k}": (0.0, 1.0) for k in config.ks}
+    if bounds is None and all(each in (0.0, 1.0) for own in rewards.values() for each in own):
+        bounds = (0.0, 1.0)
+    return found if bounds is None else {**found, f"avg@{config.samples}": bounds}
 
 
-def _within(score: Score, least: float, most: float) -> Score:
-    """Return a score with an interval that ends at its possible values."""
-    return Score(score.value, max(least, score.low), min(most, score.high))
+def _within(score: Score, limits: Limits | None) -> Score:
+    """Return a score whose interval ends at its limits."""
+    if limits is None:
+        return score
+    return Score(score.value, max(limits[0], score.low), min(limits[1], score.high))
 
 
 def mean_of(values: Sequence[float], confidence: float) -> Score:
@@ -230,16 +252,17 @@ def difference(
     narrower than those of both scores (Miller 2024, section 4).
     """
     ones, others = values_of(one.rewards, config), values_of(other.rewards, config)
-    shares = _shares(one.rewards, config) & _shares(other.rewards, config)
+    limits, less = (_limits(each.rewards, config, each.bounds) for each in (one, other))
     found = {}
     for name, values in ones.items():
         at = others.get(name, {})
         paired = [values[prompt] - at[prompt] for prompt in values if prompt in at]
         if paired:
             mean, half = fmean(paired), half_width(paired, config.confidence)
-            score = Score(mean, mean - half, mean + half)
-            score = _within(score, -1.0, 1.0) if name in shares else score
-            found[name] = Difference(score, len(paired))
+            score, both = Score(mean, mean - half, mean + half), None
+            if name in limits and name in less:
+                both = limits[name][0] - less[name][1], limits[name][1] - less[name][0]
+            found[name] = Difference(_within(score, both), len(paired))
     return found
 
 
