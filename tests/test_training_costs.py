@@ -222,6 +222,7 @@ def test_tensor_ranks_split_the_vocabulary_and_unfused_kernels_move_logits_more_
     assert seconds(a_layer(kernels="eager").head()) == pytest.approx(eager)
     assert seconds(a_layer(kernels="fused", logits="eager").head()) == pytest.approx(eager)
     assert seconds(a_layer(kernels="fused", logits="chunked").head()) == pytest.approx(head())
+    assert seconds(a_layer(kernels="eager", logits="fused").head()) == pytest.approx(head())
 
 
 def test_stages_of_one_node_send_over_nvlink_and_others_over_the_network() -> None:

@@ -407,10 +407,16 @@ class Layer(Struct, frozen=True, kw_only=True):
                 assert_never(self.ranks.trainer.kernels)
 
     def _unfused_logits(self) -> float:
-        """Return the traffic of the softmax; a layer with fused kernels may still have an eager loss."""
-        if self.ranks.trainer.logits == "eager":
-            return max(self._unfused(), self.constants.eager_traffic)
-        return self._unfused()
+        """Return the traffic of the softmax, whose kernels may differ from those of the layers."""
+        match self.ranks.trainer.logits:
+            case "fused":
+                return 1.0
+            case "eager":
+                return max(self._unfused(), self.constants.eager_traffic)
+            case "chunked" | None:  # a chunk has the kernels of the layers
+                return self._unfused()
+            case other:
+                assert_never(other)
 
     def attention(self) -> Pass:
         """Return the attention of a forward pass; context ranks may each have some heads for all tokens."""
