@@ -383,3 +383,15 @@ def test_a_wider_cache_takes_longer_to_read() -> None:
         for dtype in ("float32", "bfloat16")
     )
     assert wide > 1.05 * plain
+
+
+@pytest.mark.parametrize("gpu", ["h20", "h20-3e"])
+@pytest.mark.parametrize(("n", "k"), [(3584.0, 18944.0), (37888.0, 3584.0), (4096.0, 18944.0)])
+def test_a_large_product_beyond_the_fp8_table_of_an_h20_does_not_repeat_its_launch(
+    gpu: str, n: float, k: float
+) -> None:
+    rows = np.array([16.0, 32.0, 64.0, 256.0, 8192.0])
+    kinds = (Kernels(gpu, dtype) for dtype in ("fp8", "bfloat16"))
+    narrow, wide = (kernels.time("gemm", rows, n=n, k=k) for kernels in kinds)
+    assert np.all(narrow.unmeasured > 0), "else it is within the table"
+    assert np.all(narrow.seconds < wide.seconds)
