@@ -239,6 +239,7 @@ JOB = {"name": "a", "run": "run.toml"}
         ({"schedule": {"slice": "1 s"}}, "schedule.slice must be in"),
         ({"schedule": {"shares": 3}}, "schedule.shares is 3, and the smallest pool has 2 nodes"),
         ({"schedule": {"sharing": ["fair"]}}, "schedule.sharing.0 must be one of equal-split"),
+        ({"schedule": {"sharing": []}}, r"schedule.sharing is empty, got \[\]; remove it, or list"),
         (
             {"cluster": {"pools": {"h800": {**POOL, "owned": False, "minimum_term": "1 day"}}}},
             "cluster.pools.h800.minimum_term has no effect on several jobs",

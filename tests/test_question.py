@@ -284,6 +284,8 @@ def test_init_checks_what_is_given_before_it_asks(tmp_path: Path) -> None:
         ([*FLAGS, "--deadline", "2026-12-03"], "--deadline: '2026-12-03' is a date"),
         ([*FLAGS, "--prompts", "0"], "--prompts must be at least 1, got 0"),
         ([*FLAGS, "--link", "fast"], "--link: 'fast' needs a number and a unit"),
+        ([*FLAGS, "--link", "0 Gbps"], "--link: must be above 0 B/s, got '0 Gbps'"),
+        ([*FLAGS, "--deadline", "0 days"], "--deadline: must be above 0 s, got '0 days'"),
         ([*FLAGS, "--setup-time", "2"], "--setup-time: '2' needs a unit"),
         ([*FLAGS, "--minimum-term", "1"], "--minimum-term: '1' needs a unit"),
         ([*FLAGS, "--gpus", "4xH100@owned", "--minimum-term", "1 h"], "applies to rented GPUs"),

@@ -24,8 +24,10 @@ from streamrl.record.band import Band, ModelError, band_of, ends_of, mixed_basis
 from streamrl.record.billing import BILLING_KEYS, bill_of, rented_time, uncounted
 from streamrl.record.charges import PaidGpus
 from streamrl.record.whole_run import steps_for_one, whole_time
-from streamrl.runfile.cluster_config import PoolConfig
+from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import Bounds
+from streamrl.runfile.field_checks import bounds_of
 from streamrl.runfile.formatting import (
     format_dollars,
     format_step_time,
@@ -35,8 +37,9 @@ from streamrl.runfile.formatting import (
 )
 from streamrl.runfile.notebook import frame_of, html_table
 from streamrl.runfile.plan_config import PlanConfig, limit_words
+from streamrl.runfile.section import Section
 from streamrl.runfile.short_forms import model_keys, read_offer
-from streamrl.runfile.units import Bandwidth, Duration
+from streamrl.runfile.units import Bandwidth, Duration, quantity_text
 from streamrl.runfile.workload_config import LengthsConfig, WorkloadConfig
 from streamrl.sim.planner.model_errors import estimated_error
 from streamrl.sim.planner.modes import keep_to_framework
@@ -239,23 +242,32 @@ def _network_assumptions(question: Question) -> Iterator[str]:
             )
 
 
-QUANTITIES: dict[str, type[Bandwidth | Duration]] = {
-    "link": Bandwidth,
-    "deadline": Duration,
-    "setup_time": Duration,
-    "minimum_term": Duration,
+QUANTITIES: dict[str, tuple[type[Bandwidth | Duration], type[Section], str]] = {
+    "link": (Bandwidth, LinkConfig, "bandwidth"),
+    "deadline": (Duration, PlanConfig, "deadline"),
+    "setup_time": (Duration, BillingConfig, "setup_time"),
+    "minimum_term": (Duration, PoolConfig, "minimum_term"),
 }
-"""Fields of a question that have a unit."""
+"""Fields of a question that have a unit, each with the section and the key that it becomes."""
 
 
 def check_units(stated: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a quantity of a question has no unit or cannot be read."""
-    for name, kind in QUANTITIES.items():
+    """Raise `ValueError` if a quantity of a question has no unit, cannot be read, or is out of bounds.
+
+    Its key may have no place in the run file, as a link of one pool.
+    """
+    for name, (kind, section, key) in QUANTITIES.items():
         try:
             if name in stated:
-                kind.parse(stated[name])
+                _check_quantity(stated[name], kind, bounds_of(section)[key])
         except ValueError as error:
             raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+
+
+def _check_quantity(stated: object, kind: type[Bandwidth | Duration], bounds: Bounds) -> None:
+    if not bounds.hold(kind.parse(stated)):
+        allowed = bounds.text(lambda bound: quantity_text(kind(bound)))
+        raise ValueError(f"must be {allowed}, got {stated!r}")
 
 
 # The answer --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from streamrl.runfile.field_checks import (
     POSITIVE,
     SHARE,
     check_bounds,
+    check_filled,
     sections_of,
 )
 from streamrl.runfile.gpu_pools import POOL_CHECKS, kind_key
@@ -118,9 +119,7 @@ def _check_list(
     name: str, entries: list[int] | list[str] | None, pools: dict[str, PoolConfig]
 ) -> None:
     key = f"plan.{name}"
-    if entries is not None and not entries:
-        text = f"{key} is empty, got []; remove it, or list the values to search"
-        raise RunError(key, entries, list, text)
+    check_filled(key, entries, "the values to search")
     bounds = Bounds(LEAST_IN_PLAN.get(name, 1), MOST_IN_PLAN.get(name, inf))
     for entry in entries or []:
         if name.endswith("_pools") and entry not in pools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamrl.runfile.config import CheckpointsConfig
 from streamrl.runfile.errors import Bounds, RunError, shown
 from streamrl.runfile.evaluation_config import EvaluationConfig
-from streamrl.runfile.field_checks import MOST_ROLLOUTS
+from streamrl.runfile.field_checks import MOST_ROLLOUTS, check_filled
 from streamrl.runfile.workload_config import WorkloadConfig
 
 OF_PROMPTS = ("subset", "split", "fields", "template")
@@ -33,7 +33,8 @@ def check_evaluation(
             text,
             ("evaluation.samples",),
         )
-    for k in config.k:
+    check_filled("evaluation.k", config.k, "values of k")
+    for k in config.k or ():
         if not 1 <= k <= config.samples:
             text = f"evaluation.k must be in [1, {config.samples}] (evaluation.samples), got {k}"
             raise RunError(

@@ -41,7 +41,7 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """
     samples: int = 1
     """Rollouts of each prompt: n of avg@n and of the estimates of pass@k."""
-    k: tuple[int, ...] = ()
+    k: tuple[int, ...] | None = None
     """Values of k for which pass@k is reported. Absent: 1 and `samples`."""
     passes_at: float = 1.0
     """Least reward of a rollout that counts as solved, for pass@k."""

@@ -9,7 +9,7 @@ of a table is said of one in which nothing else is wrong.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from types import NoneType, UnionType
@@ -624,6 +624,13 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "checkpoint_time": SECONDS,
     },
 }
+
+
+def check_filled(key: str, entries: Sequence[object] | None, what: str) -> None:
+    """Raise `RunError` if a list was given without entries: only an absent one stands for all values."""
+    if entries is not None and not entries:
+        text = f"{key} is empty, got []; remove it, or list {what}"
+        raise RunError(key, [], list, text)
 
 
 def check_bounds(sections: Iterable[tuple[str, Section]]) -> None:

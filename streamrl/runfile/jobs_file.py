@@ -18,7 +18,12 @@ import msgspec
 
 from streamrl.runfile.cluster_config import ClusterConfig, PoolConfig
 from streamrl.runfile.errors import Bounds, OneOf, RunError, raise_all
-from streamrl.runfile.field_checks import check_bounds, find_section_errors, sections_in
+from streamrl.runfile.field_checks import (
+    check_bounds,
+    check_filled,
+    find_section_errors,
+    sections_in,
+)
 from streamrl.runfile.files import Offer, make_offer, read_any_table, read_table
 from streamrl.runfile.jobs_config import JOBS, ClusterFile, JobConfig, ScheduleConfig
 from streamrl.runfile.keys import join_key, pool_key
@@ -74,6 +79,7 @@ def load_jobs(path: Path, overrides: Changes = ()) -> Jobs:
     raise_all(_errors(table))
     file = msgspec.convert(table, ClusterFile, dec_hook=read_quantity)
     check_bounds(sections_in(file))
+    check_filled("schedule.sharing", file.schedule.sharing, "the ways of sharing to compare")
     _check_names(file.jobs)
     _check_bill(file.cluster)
     jobs = tuple(_job(place, job, table, path.parent) for place, job in enumerate(file.jobs))
