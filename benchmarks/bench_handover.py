@@ -312,6 +312,7 @@ def measure_handover(num_tokens: int) -> list[float]:
         run = make_handover_run(Path(folder), num_tokens)
         directory = RunDirectory(Path(run.execute.output))
         directory.open(run, resume=False)
+        directory.begin()
         with token_directory(run.execute) as tokens:
             handover = Handover(run, directory, tokens)
             handover.run(num_tokens)

@@ -10,6 +10,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checksums import find_damage
 from streamrl.record.run_directory import ROLLED_BACK_TO
 from streamrl.record.samples import SampledGroup
-from streamrl.runfile.recorded_numbers import Count
+from streamrl.runfile.formatting import listing
+from streamrl.runfile.recorded_numbers import Count, GroupNumber, Number
 
 KEPT_CHECKPOINTS = 2  # a crash may have damaged the newest one
 POSITION = "position.json"
@@ -31,11 +33,11 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a run in its prompts."""
 
     version: Count
-    groups_done: Count
+    groups_done: GroupNumber
     """All groups before this one, in draw order, are trained on or dropped."""
-    done_ahead: tuple[Count, ...] = ()
+    done_ahead: tuple[GroupNumber, ...] = ()
     """Later groups that are trained on or dropped."""
-    baseline: float = 0.0
+    baseline: Number = 0.0
     """Mean reward of the batch that created `version`; the baseline of `reinforce++`."""
 
     def as_saved(self, trainer: int) -> SaveCheckpoint:
@@ -101,11 +103,9 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint whose files have the right sizes, or None."""
         for path in self._complete():
-            try:
-                if not find_damage(path, reads_all=False):
+            with suppress(ValueError):  # try an older one
+                if is_whole(path):
                     return Checkpoint(path, _read_position(path))
-            except ValueError:
-                pass  # try an older one
         return None
 
     def newest_whole(self) -> Checkpoint | None:
@@ -126,7 +126,7 @@ class Checkpoints:
     def resume_from(self, checkpoint: Checkpoint | None) -> list[str]:
         """Rename or remove all checkpoints that are newer than `checkpoint`; return the faults of the renamed ones.
 
-        `checkpoint` is kept for the whole run, because replicas that start later load it.
+        `checkpoint` is kept for the whole run, because replicas that start before the next push load it.
         """
         self._resumed_from = None if checkpoint is None else checkpoint.path
         damaged = []
@@ -183,6 +183,11 @@ class Checkpoints:
         return self._damage[path]
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether a checkpoint is complete and its files have the right sizes; their bytes are not read."""
+    return (path / POSITION).is_file() and not find_damage(path, reads_all=False)
+
+
 def _remove(path: Path) -> None:
     """Remove a checkpoint; of one that was moved elsewhere only the link."""
     if path.is_symlink():
@@ -208,6 +213,17 @@ def _read_position(path: Path) -> Position:
     if path.name != f"v{position.version:06d}":
         raise ValueError(f"{POSITION} is of version {position.version}")
     return position
+
+
+def check_position(checkpoint: Checkpoint, saved: set[int]) -> None:
+    """Raise `ValueError` if a checkpoint continues from another group than the trace saved it at."""
+    found = checkpoint.position.groups_done
+    if found not in saved:
+        known = listing([str(each) for each in sorted(saved)])
+        raise ValueError(
+            f"{checkpoint.path / POSITION}: groups_done is {found}, but the trace saved step {checkpoint.version} at "
+            f"group {known}; restore the file, or remove {checkpoint.path} to resume from an older checkpoint"
+        )
 
 
 class TrainerRecord(ABC):

@@ -44,7 +44,7 @@ from streamrl.hardware.resolved import longest_sequence
 from streamrl.record.charges import PaidGpus
 from streamrl.record.chrome_trace import ChromeReader
 from streamrl.record.decode_efficiency import FullBatches, measured_yield
-from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
+from streamrl.record.prompt_tokens import check_prompt_tokens, digest_of
 from streamrl.record.run_directory import TRACE, read_rollouts
 from streamrl.runfile.backend_choice import engine_named, training_backend_named
 from streamrl.runfile.cluster_config import ClusterConfig
@@ -355,7 +355,7 @@ async def _execute(
     ):
         directory.find_checkpoint(run, resume)
         if resume:
-            records.check()
+            records.check(directory.recorded)
         await _execute_in(
             directory, records, run, resume, watch, how_to_resume, interruption, guard
         )
@@ -387,8 +387,9 @@ async def _execute_in(
         weights_room,
     )
     from streamrl.executor.prompts import PromptWorkload, load_tokenizer
+    from streamrl.executor.record import rollback_to
     from streamrl.executor.tokens import decode_ids
-    from streamrl.executor.verifier.verifier import Verifier
+    from streamrl.executor.verifier.verifier import Verifier, bounds_of
     from streamrl.executor.world import RealWorld
 
     assert run.model.path is not None, "check_executable requires weights"
@@ -398,7 +399,8 @@ async def _execute_in(
     host = None
     if run.environment is not None:
         environment = with_tool_format(run.environment, tokenizer)
-        host = EnvironmentHost(environment, directory.logs / "environment.log")
+        log = directory.logs / "environment.log"
+        host = EnvironmentHost(environment, log, run.execute.patience)
     tools = [] if host is None else await host.describe()
     workload = PromptWorkload(run, tokenizer, tools)
     for note in workload.notes:
@@ -448,20 +450,19 @@ async def _execute_in(
             directory.write_evaluation,
             is_alone=run.algorithm.steps == 0,
             episodes=turns,
+            bounds=bounds_of(own) if run.environment is None else None,
         )
     prompts = [decode_ids(prompt) for prompt in workload.prompts]
     if resume:
-        check_prompt_tokens(directory.path, prompts)
-    checkpoint = directory.open(run, resume)
-    damaged = [*directory.damaged, *records.open(directory.leg, is_resumed=resume)]
+        recorded = directory.recorded
+        check_prompt_tokens(directory.path, prompts, "" if recorded is None else recorded.prompts)
+    checkpoint = directory.open(run, resume, prompts)
+    records.open(directory.leg, is_resumed=resume)
     if directory.changes:
         logger.info(f"changed since the last start: {'; '.join(directory.changes.values())}")
-    for damage in damaged:
-        logger.warning(f"a damaged checkpoint is skipped: {damage}")
     if resume and run.workload.ranker is not None:
-        lines = read_rollouts(directory.path)
+        lines = read_rollouts(directory.path, rollback_to(checkpoint))
         workload.remember([(line["line"], line["num_tokens"]) for line in lines])
-    write_prompt_tokens(directory.path, prompts)
     decode = measured_yield(run)
     with (
         token_directory(run.execute, is_resumed=resume) as tokens,
@@ -481,7 +482,7 @@ async def _execute_in(
         most = longest_sequence(run.rollout, run.workload, run.environment)
         kept = (
             None
-            if tokens is None
+            if tokens is None or directory.other_samples
             else find_kept(run.algorithm.group_size, most, tokens, checkpoint)
         )
         if kept is not None and kept.num_rollouts:
@@ -502,6 +503,7 @@ async def _execute_in(
                 leg=directory.leg,
                 run_id=directory.run_id,
                 tell=partial(_tell, listeners) if listeners else None,
+                prompts=digest_of(prompts),
             ),
             build_engine(run),
             launcher,

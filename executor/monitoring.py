@@ -203,15 +203,18 @@ class LiveTrace:
     """Writes events of the Chrome trace in blocks, and keeps the state of spans that have not ended."""
 
     def __init__(self, directory: Path, reader: ChromeReader) -> None:
-        """Create or overwrite the file in a run directory."""
+        """Take a run directory, whose file is created or overwritten at the first entry."""
         self._path = directory / CHROME_TRACE
         self._reader = reader
         self._block: list[Entry] = []
         self._is_open = True
-        self._try(self._begin)
+        self._has_begun = False
 
     def take(self, entry: Entry) -> None:
         """Add an entry, and write the block if it is full."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._try(self._begin)
         if not self._is_open:
             return
         self._block.append(entry)
@@ -220,9 +223,9 @@ class LiveTrace:
 
     def close(self) -> None:
         """Write the remaining entries and close the array."""
-        if self._is_open:
+        if self._is_open and self._has_begun:
             self._try(self._end)
-            self._is_open = False
+        self._is_open = False
 
     def _begin(self) -> None:
         self._path.write_bytes(b"[\n" + _encode(self._reader.names()))

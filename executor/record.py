@@ -21,6 +21,8 @@
 | logs/             | output of the worker processes                                                            |
 | lock              | id of the process that executes the run                                                   |
 
+A start that fails before its first event leaves the files of the last one as they were.
+
 Lines of steps that a resume or a lost trainer discards stay in the .jsonl files. `streamrl.record.run_directory` reads
 only the lines that count.
 """
@@ -29,15 +31,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from streamrl.engine.trace import LineFile, open_at_end, recorded_run_id
+from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkpoints import (
     Checkpoint,
@@ -45,19 +50,22 @@ from streamrl.executor.checkpoints import (
     Position,
     Retention,
     TrainerRecord,
+    check_position,
 )
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
 from streamrl.executor.token_files import remove_all
 from streamrl.record.chrome_trace import CHROME_TRACE
 from streamrl.record.evaluation import EVALUATED, EVALUATIONS, EvaluationResult, read_evaluations
+from streamrl.record.prompt_tokens import Ids, write_prompt_tokens
 from streamrl.record.restarts import (
     KEPT_BY_A_RESUME,
+    RecordedStarts,
     earlier_trace_numbers,
     earlier_trace_path,
     first_difference,
     has_first_line,
-    saved_versions,
+    read_starts,
 )
 from streamrl.record.run_directory import (
     ATTACHED,
@@ -69,7 +77,8 @@ from streamrl.record.run_directory import (
     RUN_ID,
     SAMPLES,
     TRACE,
-    keep_inputs,
+    RolledBack,
+    read_inputs,
 )
 from streamrl.record.samples import SampledGroup
 from streamrl.runfile.algorithm_config import AlgorithmConfig
@@ -79,8 +88,13 @@ from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import decode_run, encode_run, values_by_key
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.keys import trainer_key
-from streamrl.runfile.paths import check_no_directory, check_writable, paths_of
-from streamrl.runfile.result_files import listed_run_id, write_file, write_results
+from streamrl.runfile.paths import (
+    check_file_writable,
+    check_no_directory,
+    check_writable,
+    paths_of,
+)
+from streamrl.runfile.result_files import listed_run_id, write_files, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +117,20 @@ def changes(before: Run, now: Run) -> dict[str, str]:
 
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
-FILES = (LOCK, RUN, METRICS, ROLLOUTS, SAMPLES, EVALUATIONS, EVALUATED)
+NEXT_TRACE = ".trace.next.jsonl"
+"""The trace of a start that has no event yet; then it gets the name of the last one."""
+GROWING = (METRICS, ROLLOUTS, SAMPLES, EVALUATIONS, EVALUATED)
+"""Files to which each start adds lines."""
+
+
+class Start(NamedTuple):
+    """A start of a run whose directory is open."""
+
+    run: Run
+    is_resumed: bool
+    checkpoint: Checkpoint | None
+    prompts: Sequence[Ids]
+    """Token ids of every prompt, each of shape `[num_tokens]`."""
 
 
 class RunDirectory(TrainerRecord):
@@ -123,24 +150,31 @@ class RunDirectory(TrainerRecord):
         self._metrics: LineFile
         self._rollouts: LineFile
         self._samples: LineFile | None = None
-        """None before `open`, and after a write error."""
+        """None before `begin`, and after a write error."""
         self._evaluations: LineFile | None = None
         self._evaluated: LineFile | None = None
         """None in runs without [evaluation]."""
         self._files: list[LineFile] = []
         self._trackers = Trackers((), path)
         self._lock = DirectoryLock(path)
-        self._has_read_traces = False
-        """Whether the traces were read, which takes seconds for each 100 MB."""
+        self.recorded: RecordedStarts | None = None
+        """What the traces of earlier starts say; reading them takes seconds for each 100 MB."""
+        self._start: Start | None = None
+        """The start that `begin` begins."""
         self.run_id = ""
         """The id of the run, the same after a resume."""
         self.changes: dict[str, str] = {}
         """Keys that changed since the last restart, each with both values."""
-        self.damaged: list[str] = []
-        """Checkpoints that a resume skipped, each with its fault."""
 
-    def open(self, run: Run, resume: bool) -> Checkpoint | None:
-        """Create or reopen the directory; return the checkpoint to resume from, or None to start at version 0.
+    def open(self, run: Run, resume: bool, prompts: Sequence[Ids] = ()) -> Checkpoint | None:
+        """Lock the directory; return the checkpoint to resume from, or None to start at version 0.
+
+        The trace of this start goes to a file of its own until `begin` is called. No other file is written.
+
+        Args:
+            run: the run.
+            resume: whether it continues the run in the directory.
+            prompts: token ids of every prompt, each of shape `[num_tokens]`.
 
         Raises:
             ValueError: see `find_checkpoint`; then nothing was written.
@@ -149,46 +183,76 @@ class RunDirectory(TrainerRecord):
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         self._claim(self._lock.take())
-        self._rename_old_trace()
-        self.run_id = (self._kept_id() if resume else "") or token_hex(8)
-        grown = dict.fromkeys((RUN, METRICS, ROLLOUTS, SAMPLES, CHROME_TRACE, TRACE))
-        write_results(self.path, grown, self.run_id)
-        self.forget_other_samples()
-        write_file(self.path / RUN, encode_run(run))
         if not resume:
             (self.path / ATTACHED).unlink(missing_ok=True)
-        keep_inputs(paths_of(run), self.path)
-        self.trace_file = LineFile((self.path / TRACE).open("wb", buffering=0))
+        self.leg = self._next_leg()
+        self.run_id = (self._kept_id() if resume else "") or token_hex(8)
+        self.trace_file = LineFile((self.path / NEXT_TRACE).open("wb", buffering=0))
+        self._files = [self.trace_file]
+        self._start = Start(run, resume, checkpoint, prompts)
+        return checkpoint
+
+    def begin(self) -> None:
+        """Write the files of this start; its trace takes the place of the last one, which gets its number.
+
+        Call it when everything else is ready for the first event. After an error, the lines of earlier starts are as
+        they were, and the last trace keeps its name.
+        """
+        assert self._start is not None, "call open first"
+        run, is_resumed, checkpoint, prompts = self._start
+        with _unchanged_after_error([self.path / name for name in GROWING]):
+            self._open_files(run)
+            if is_resumed:
+                self._mark_resume(checkpoint)
+            self._write_inputs(run, prompts)
+            self._rename_traces()
+        self._start = None
+        self._trackers = Trackers(run.execute.trackers, self.path)
+        self.checkpoints.retention = self._retention(run.execute, run.evaluation, run.algorithm)
+
+    def _open_files(self, run: Run) -> None:
         self._metrics = open_at_end(self.path / METRICS)
         self._rollouts = open_at_end(self.path / ROLLOUTS)
         self._samples = open_at_end(self.path / SAMPLES)
-        self._files = [self.trace_file, self._metrics, self._rollouts, self._samples]
+        self._files += [self._metrics, self._rollouts, self._samples]
         if run.evaluation is not None:
             self._evaluations = open_at_end(self.path / EVALUATIONS)
             self._evaluated = open_at_end(self.path / EVALUATED)
             self._files += [self._evaluations, self._evaluated]
-        self._trackers = Trackers(run.execute.trackers, self.path)
-        self.checkpoints.retention = self._retention(run.execute, run.evaluation, run.algorithm)
-        if resume:
-            self.damaged = self.checkpoints.resume_from(checkpoint)
-            self._mark_resume(checkpoint)
-        return checkpoint
 
-    def forget_other_samples(self) -> None:
-        """Remove saved tokens if this start changed the sampling distribution.
+    def _write_inputs(self, run: Run, prompts: Sequence[Ids]) -> None:
+        """Write the run file and its inputs, all or none of them.
 
-        It comes before run.json names that distribution. A start that ends between the two finds the change again.
+        Tokens of another distribution are removed before run.json names the new one. A start that ends between the two
+        finds the change again.
         """
-        if others := [key for key in SAMPLED_WITH if key in self.changes]:
-            remove_all(self.path / TOKENS)
+        grown = dict.fromkeys((RUN, METRICS, ROLLOUTS, SAMPLES, CHROME_TRACE, TRACE))
+        write_results(self.path, grown, self.run_id)
+        if prompts:
+            write_prompt_tokens(self.path, prompts)
+        self._forget_other_samples()
+        files = {**read_inputs(paths_of(run), self.path), RUN: encode_run(run)}
+        write_files({self.path / name: data for name, data in files.items()})
+
+    @property
+    def other_samples(self) -> list[str]:
+        """Changed keys on which the sampling distribution depends: saved tokens are of another one."""
+        return [key for key in SAMPLED_WITH if key in self.changes]
+
+    def _forget_other_samples(self) -> None:
+        tokens = self.path / TOKENS
+        if self.other_samples and tokens.is_dir():
+            remove_all(tokens)
+            tokens.mkdir(exist_ok=True)
+            other = self.other_samples[0]
             logger.info(
-                f"saved tokens were sampled with another {others[0]}: their rollouts start again"
+                f"saved tokens were sampled with another {other}: their rollouts start again"
             )
 
     @property
     def is_gone(self) -> bool:
         """Whether someone removed or moved the directory while the run used it."""
-        return not (self.path / RUN).is_file()
+        return not any((self.path / name).is_file() for name in (RUN, LOCK))
 
     @property
     def has_run(self) -> bool:
@@ -218,10 +282,8 @@ class RunDirectory(TrainerRecord):
                     f"execute.output {str(self.path)!r} has {listing(others)} and no run; name another directory "
                     "with --set execute.output=…"
                 )
-        for path in (self.path, *(self.path / name for name in DIRECTORIES)):
-            check_writable(path, "execute.output")
-        for name in FILES:
-            check_no_directory(self.path / name, "execute.output")
+        remedy = "copy the directory to a place that you can write to, and set execute.output to the copy"
+        check_run_directory(self.path, remedy if resume else "")
         if not resume:
             return None
         if not self.has_run:
@@ -231,7 +293,7 @@ class RunDirectory(TrainerRecord):
             self._check_steps(run.algorithm.steps)
             self._check_settings(run)
             checkpoint = self.checkpoints.newest_whole()
-            self._check_traces(0 if checkpoint is None else checkpoint.version)
+            self._check_traces(checkpoint)
             return checkpoint
         except ValueError:
             self._lock.release()
@@ -322,6 +384,9 @@ class RunDirectory(TrainerRecord):
         self._trackers.close()
         for file in self._files:
             file.close()
+        if self._start is not None:  # it never began
+            with suppress(OSError):
+                (self.path / NEXT_TRACE).unlink(missing_ok=True)
         self._lock.release()
 
     def _claim(self, who: str) -> None:
@@ -391,43 +456,101 @@ class RunDirectory(TrainerRecord):
             raise RunError(key, now.name, text=text)
 
     def _mark_resume(self, checkpoint: Checkpoint | None) -> None:
-        """Add a line to metrics.jsonl and rollouts.jsonl: later steps than the checkpoint's are discarded."""
+        """Set newer checkpoints aside, and mark in the files of lines that later steps are discarded."""
         at = Position(version=0, groups_done=0) if checkpoint is None else checkpoint.position
+        damaged = self.checkpoints.resume_from(checkpoint)
+        for damage in damaged:
+            logger.warning(f"a damaged checkpoint is skipped: {damage}")
         mark = {ROLLED_BACK_TO: at.version, "leg": self.leg}
-        self.write_step({**mark, **({"damaged": self.damaged} if self.damaged else {})})
+        self.write_step({**mark, **({"damaged": damaged} if damaged else {})})
         prompts = {"groups_done": at.groups_done, "done_ahead": at.done_ahead}
         self._rollouts.write(msgspec.json.encode({**mark, **prompts, RUN_ID: self.run_id}) + b"\n")
 
-    def _check_traces(self, version: int) -> None:
-        """Refuse a resume if a trace is missing or damaged, or none saved this version: the ledger could not balance."""
-        if self._has_read_traces:
+    def _check_traces(self, checkpoint: Checkpoint | None) -> None:
+        """Refuse a resume if a trace is missing or damaged, or none saved this checkpoint: the ledger could not balance."""
+        if self.recorded is not None:
             return
+        version = 0 if checkpoint is None else checkpoint.version
         remedy = "begin the run again with another execute.output"
         if version:
             remedy = (
                 f"move trace*.jsonl to another directory: the ledger then begins at step {version}"
             )
         try:
-            saved = saved_versions(self.path)
+            self.recorded = read_starts(self.path)
         except ValueError as error:
             raise ValueError(f"{error}; restore the whole file, or {remedy}") from None
-        if version and saved is not None and version not in saved:
+        if checkpoint is None or self.recorded is None or not version:
+            return
+        saved = self.recorded.saved.get((LEADER, version))
+        if saved is None:
             raise ValueError(
                 f"{self.path / TRACE}: ends before step {version} was saved, whose checkpoint is there; restore the "
                 f"whole file, or {remedy}"
             )
-        self._has_read_traces = True
+        check_position(checkpoint, saved)
 
     def _kept_id(self) -> str:
         """Return the id of a resumed run; if results.json was lost, the newest trace has it. Empty if none has it."""
-        newest = earlier_trace_path(self.path, self.leg - 1)
-        recorded = recorded_run_id(newest) if newest.is_file() else ""
-        return listed_run_id(self.path / TRACE) or recorded
-
-    def _rename_old_trace(self) -> None:
-        """Rename the trace of the last start to its number; overwrite it if it has no complete line."""
         trace = self.path / TRACE
-        self.leg = 1 + max(earlier_trace_numbers(self.path), default=0)
+        newest = trace if has_first_line(trace) else earlier_trace_path(self.path, self.leg - 1)
+        recorded = recorded_run_id(newest) if newest.is_file() else ""
+        return listed_run_id(trace) or recorded
+
+    def _next_leg(self) -> int:
+        """Return the number of this start. A trace without a complete line is of no start, and is overwritten."""
+        num_earlier = max(earlier_trace_numbers(self.path), default=0)
+        return num_earlier + 1 + has_first_line(self.path / TRACE)
+
+    def _rename_traces(self) -> None:
+        """Give the trace of the last start its number, and its name to that of this start."""
+        trace = self.path / TRACE
         if has_first_line(trace):
-            trace.rename(earlier_trace_path(self.path, self.leg))
-            self.leg += 1
+            trace.rename(earlier_trace_path(self.path, self.leg - 1))
+        self.trace_file.rename(trace)
+
+
+def rollback_to(checkpoint: Checkpoint | None) -> RolledBack:
+    """Return the rollback of a resume from a checkpoint, or from the start."""
+    if checkpoint is None:
+        return RolledBack(rolled_back_to=0)
+    at = checkpoint.position
+    return RolledBack(
+        rolled_back_to=at.version,
+        groups_done=at.groups_done,
+        done_ahead=frozenset(at.done_ahead),
+    )
+
+
+def check_run_directory(path: Path, remedy: str = "") -> None:
+    """Raise `ValueError` if a run could not write to its directory; nothing is left there.
+
+    Args:
+        path: the run directory, which may not exist yet.
+        remedy: what to do; by default to name another directory.
+    """
+    end = f"; {remedy or 'name another directory with --set execute.output=…'}"
+    try:
+        for each in (path, *(path / name for name in DIRECTORIES)):
+            check_writable(each, "execute.output")
+        check_no_directory(path / RUN, "execute.output")
+        for name in (LOCK, *GROWING):
+            check_file_writable(path / name, "execute.output")
+    except ValueError as error:
+        raise ValueError(f"{error}{end}") from None
+
+
+@contextmanager
+def _unchanged_after_error(files: Sequence[Path]) -> Iterator[None]:
+    """Cut files to their size, or remove new ones, if this block raises an error."""
+    sizes = {path: path.stat().st_size if path.exists() else None for path in files}
+    try:
+        yield
+    except BaseException:
+        for path, size in sizes.items():
+            with suppress(OSError):
+                if size is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    os.truncate(path, size)
+        raise

@@ -43,6 +43,7 @@ from streamrl.engine.messages import (
     ReplicaStopped,
     Resize,
     ResizeTrainer,
+    RunStarted,
     SaveCheckpoint,
     Score,
     Skip,
@@ -69,7 +70,7 @@ from streamrl.engine.trace import Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.engine.world import World
 from streamrl.executor.buffer import RolloutBuffer
-from streamrl.executor.checkpoints import Checkpoint
+from streamrl.executor.checkpoints import Checkpoint, is_whole
 from streamrl.executor.colocation import (
     ColocatedRole,
     DeviceSharing,
@@ -143,6 +144,7 @@ class RealWorld(World[Trace]):
         self._launcher = launcher
         self._buffer = buffer
         self._directory = directory
+        self._records = records
         self._resume_from = resume_from
         self._watch = watch
         self._limit = limit
@@ -211,23 +213,21 @@ class RealWorld(World[Trace]):
         Raises:
             RuntimeError: the run stopped before its last step; the message says why.
         """
-        resumed = self._resume_from
-        is_evaluated = resumed is not None and self._directory.is_evaluated(resumed.version)
-        begun = self.members.begin(resumed, is_evaluated=is_evaluated)
         self._began_at = time.monotonic()
-        watch = asyncio.create_task(self._watch_commands())
-        watch.add_done_callback(self._end_task)
-        control = asyncio.create_task(self.members.serve())
-        control.add_done_callback(self._end_task)
+        beside = [asyncio.create_task(self._watch_commands())]
         try:
             await self._stream.start()
             if self._run.verifier.rewards:
                 await self._verifier.start()  # its scorer loads while replicas do
+            begun = self._begin_files()
+            beside.append(asyncio.create_task(self.members.serve()))
+            for task in beside:
+                task.add_done_callback(self._end_task)
             self.emit(begun)
             await self._over.wait()
         finally:
-            watch.cancel()
-            control.cancel()
+            for task in beside:
+                task.cancel()
             await self._close()
         if self._error is not None:
             raise self._error
@@ -235,6 +235,14 @@ class RealWorld(World[Trace]):
             reason = self.engine.stop_reason
             raise RuntimeError(reason or f"the run is stuck at {self.now:.1f} s: {self.engine}")
         return self.trace
+
+    def _begin_files(self) -> RunStarted:
+        """Write the files of this start, which no longer fails for lack of a part, and return its first event."""
+        self._directory.begin()
+        self._records.begin()
+        resumed = self._resume_from
+        is_evaluated = resumed is not None and self._directory.is_evaluated(resumed.version)
+        return self.members.begin(resumed, is_evaluated=is_evaluated)
 
     @property
     def stop_time(self) -> float:
@@ -564,7 +572,7 @@ class RealWorld(World[Trace]):
         is_lent = command.kind == self._run.rollout.num_kinds
         if is_lent:
             await self._lent_gpus.lend(command.replica)
-        model = self._initial_model()
+        model = self._initial_model(command.version)
         handle = await self._launcher.replica(command.replica, command.kind, model)
         handle = self._faults.expose(command.replica, handle)
         tells_pressure = self._run.policies.follows_pressure
@@ -604,11 +612,24 @@ class RealWorld(World[Trace]):
         if self._held_out is not None:
             self._held_out.close()
 
-    def _initial_model(self) -> str:
-        """Return the model directory that a replica loads first, before a manifest of newer weights."""
-        path = self._run.model.path if self._resume_from is None else self._resume_from.path
-        assert path is not None, "check_executable requires a path"
-        return str(path)
+    def _initial_model(self, version: int) -> str:
+        """Return the model directory that a replica loads before the manifest of a version, if that was pushed.
+
+        A manifest replaces all weights, so any weights of the model serve if the resumed checkpoint was removed.
+
+        Raises:
+            RuntimeError: the checkpoint of this version was removed, and the version was never pushed.
+        """
+        resumed = self._resume_from
+        if resumed is not None and is_whole(resumed.path):
+            return str(resumed.path)
+        if resumed is not None and resumed.version == version:
+            raise RuntimeError(
+                f"{resumed.path}, from which the run was resumed, was removed or damaged while the run needs it; "
+                "restore it, or resume the run again"
+            )
+        assert self._run.model.path is not None, "check_executable requires a path"
+        return self._run.model.path
 
     # Failures and the end of the run --------------------------------------------------------------
 

@@ -169,8 +169,11 @@ class ScriptedLauncher:
         """The one that is up, after those that were lost."""
         self.sizes: list[int | None] = []
         """Data-parallel ranks of each start and change; None as in the run file."""
+        self.models: list[str] = []
+        """The directory that each replica loads first."""
 
     async def replica(self, replica_id: int, kind: int, model: str) -> Handle:
+        self.models.append(model)
         self.replicas[replica_id] = handle = await self._start(REPLICA, replica_id)
         return handle
 
@@ -251,7 +254,8 @@ def make_world(
     )
     turns = None
     if run.environment is not None:
-        host = EnvironmentHost(run.environment, directory.logs / "environment.log")
+        log = directory.logs / "environment.log"
+        host = EnvironmentHost(run.environment, log, run.execute.patience)
         encoder = ObservationEncoder(tokenizer, (), has_chats=False)
         kwargs["episodes"] = EpisodeRunner(run.environment, host, encoder, buffer)
     if run.evaluation is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,14 @@ from streamrl.cli.replay import replay
 from streamrl.cli.simulate import simulate as simulate_command
 from streamrl.engine.trace import read_trace
 from streamrl.hardware.measured_profile import write_measured
-from streamrl.record.run_directory import keep_inputs, kept_names, with_kept_inputs
+from streamrl.record.run_directory import kept_names, read_inputs, with_kept_inputs
 from streamrl.report.page.options import make_options
 from streamrl.report.page.page import make_page, read_report, render_markdown
 from streamrl.report.page.sources import read_sources
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
 from streamrl.runfile.paths import paths_of
+from streamrl.runfile.result_files import write_files
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.steady_state import simulate_steady
@@ -125,6 +126,11 @@ def test_a_plan_and_its_simulation_are_one_option_where_their_directory_is_moved
     directory = moved(home, "plan", monkeypatch)
     assert [o.kind for o in make_options(read_sources([directory])) if o.run] == ["plan"]
     assert make_page(read_report([directory])).answer == before.answer
+
+
+def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
+    """Copy the input files of a run into its directory, as each command does that writes one."""
+    write_files({directory / name: data for name, data in read_inputs(paths, directory).items()})
 
 
 def test_what_was_kept_has_the_same_name_wherever_it_is_and_another_where_it_differs(

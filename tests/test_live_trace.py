@@ -214,7 +214,7 @@ def test_a_full_disk_costs_the_run_nothing_and_is_told_once(
 ) -> None:
     live = LiveTrace(tmp_path, read_chrome(trace))
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **others: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "open", fail)

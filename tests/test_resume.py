@@ -22,25 +22,28 @@ from rich.console import Console
 
 from streamrl.engine.messages import Event, SaveCheckpoint, Step, Stepped
 from streamrl.engine.state import State
-from streamrl.engine.trace import Entry, Trace, read_trace, replay
+from streamrl.engine.trace import Entry, LineFile, Trace, read_trace, replay
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor import record
 from streamrl.executor.checkpoints import Checkpoint, Checkpoints, Position
 from streamrl.executor.checksums import CHECKSUMS, find_damage, write_checksums
 from streamrl.executor.checkup import run_paths
+from streamrl.executor.directory_lock import readable_by
 from streamrl.executor.execute import execute as execute_for_real
 from streamrl.executor.execute import with_advice
 from streamrl.executor.record import RunDirectory
 from streamrl.record.metrics import measure
-from streamrl.record.prompt_tokens import check_prompt_tokens, write_prompt_tokens
+from streamrl.record.prompt_tokens import check_prompt_tokens, digest_of, write_prompt_tokens
 from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_directory import RUN, read_metrics, read_rollouts
 from streamrl.record.samples import read_completions
 from streamrl.report.run_tables import metrics_table
+from streamrl.runfile import paths
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import encode_run, make_run
 from tests.patients import bad, local_table
-from tests.scripted import make_world
+from tests.scripted import ScriptedVerifier, make_world
 from tests.test_execute import execute, real_run
 
 
@@ -260,6 +263,15 @@ DAMAGES = {
     "position beyond all steps": lambda path: (path / "position.json").write_text(
         f'{{"version": 4, "groups_done": {2**63}}}'
     ),
+    "position beyond all rollouts": lambda path: (path / "position.json").write_text(
+        f'{{"version": 4, "groups_done": {10**15}}}'
+    ),
+    "position ahead of all rollouts": lambda path: (path / "position.json").write_text(
+        f'{{"version": 4, "groups_done": 12, "done_ahead": [{10**15}]}}'
+    ),
+    "position with an endless baseline": lambda path: (path / "position.json").write_text(
+        '{"version": 4, "groups_done": 12, "baseline": 1e308}'
+    ),
 }
 
 
@@ -328,6 +340,31 @@ def test_what_a_run_resumed_from_stays_as_replicas_that_start_later_load_it(tmp_
         checkpoints.path_of(version).mkdir()
         checkpoints.finish(Position(version=version, groups_done=0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000006", "v000008"]
+
+
+def test_replicas_start_though_the_checkpoint_that_was_resumed_from_is_removed(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=7, execute__checkpoint_every=2)
+    die_after_step(run, 3)
+    checkpoint = tmp_path / "run" / "checkpoints" / "v000002"
+
+    async def go() -> list[str]:
+        def watch(event: Event, state: State, now: float) -> None:
+            if isinstance(event, Stepped) and event.version == 5:
+                shutil.rmtree(checkpoint)
+                launcher.replicas[min(launcher.replicas)].kill("was killed by a test")
+
+        world = make_world(run, {"slowest": 0.01}, resume=True, watch=watch)
+        launcher: Any = world._launcher
+        with contextlib.closing(world._directory):
+            await world.run()
+            with pytest.raises(RuntimeError, match=r"v000002, from which .* restore it"):
+                world._initial_model(2)
+        return list(launcher.models)
+
+    models = asyncio.run(asyncio.wait_for(go(), timeout=60))
+    assert {*models[:-1]} == {str(checkpoint)} and models[-1] == run.model.path
 
 
 def test_a_run_whose_newest_checkpoint_is_cut_goes_on_from_the_older_one(tmp_path: Path) -> None:
@@ -433,11 +470,114 @@ def test_a_run_is_resumed_with_the_prompts_that_it_began_with(tmp_path: Path) ->
     prompts = [np.array(ids, np.int32) for ids in ([1, 2], [3])]
     check_prompt_tokens(tmp_path, prompts)  # a run that died before it wrote any
     write_prompt_tokens(tmp_path, prompts)
-    check_prompt_tokens(tmp_path, prompts)
+    check_prompt_tokens(tmp_path, prompts, digest_of(prompts))
     with pytest.raises(ValueError, match=r"3 lines, but the run in .* was begun with 2"):
         check_prompt_tokens(tmp_path, [*prompts, prompts[0]])
     with pytest.raises(ValueError, match="line 2 differs"):
         check_prompt_tokens(tmp_path, [prompts[0], prompts[0]])
+    (tmp_path / "prompts.npz").unlink()
+    for others in ([prompts[0], prompts[0]], prompts[::-1], prompts[:1]):
+        with pytest.raises(ValueError, match=r"not the prompts with which the run in .* was begun"):
+            check_prompt_tokens(tmp_path, others, digest_of(prompts))
+
+
+def test_a_resume_with_other_prompts_is_refused_though_their_tokens_were_lost(
+    tmp_path: Path,
+) -> None:
+    import numpy as np
+
+    run = make_run(local_table(tmp_path))
+    with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
+        directory.open(run, resume=False)
+        begun_with = digest_of([np.array([1, 2], np.int32)])
+        Trace(run, "real", file=directory.trace_file, run_id=directory.run_id, prompts=begun_with)
+        directory.begin()
+    before = digests(tmp_path / "run")
+    with pytest.raises(ValueError, match="as its trace says: --resume needs the same prompts"):
+        execute_for_real(run, resume=True)
+    assert digests(tmp_path / "run") == before
+
+
+def fill_disk(*_: object) -> None:
+    """Fail as a write on a full disk does."""
+    raise OSError(28, "No space left on device")
+
+
+class NoVerifier(ScriptedVerifier):
+    """A verifier that cannot start."""
+
+    async def start(self) -> None:
+        raise RuntimeError("no process can be started")
+
+
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "lock"])
+def test_a_resume_in_a_read_only_directory_is_refused_with_a_remedy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=6, execute__checkpoint_every=2)
+    die_after_step(run, 3)
+    before, is_writable = digests(tmp_path), os.access
+
+    def access(path: Path, mode: int, **others: Any) -> bool:  # root may write to any file
+        return path.name != name and is_writable(path, mode, **others)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "access", access)
+    if not name:
+        monkeypatch.setattr(paths, "TemporaryDirectory", refuse)
+    said = (
+        r"^execute\.output .*: cannot be written: .*; copy the directory to a place .* to the copy$"
+    )
+    with pytest.raises(ValueError, match=said):
+        RunDirectory(tmp_path / "run").find_checkpoint(run, resume=True)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="cannot be changed to"):
+        patched.setattr(Path, "chmod", refuse)
+        with readable_by("group", tmp_path / "run"):
+            pass
+    assert digests(tmp_path) == before
+
+
+@pytest.mark.parametrize("failure", ["before", "start", "inputs", "list", "trace"])
+def test_a_resume_that_fails_before_its_first_event_leaves_the_files_as_they_were(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"algorithm__steps": 6, "execute__checkpoint_every": 2}
+    die_after_step(real_run(tmp_path, **keys), 3)
+    before = digests(tmp_path / "run")
+    run = real_run(tmp_path, **keys, rollout__temperature=0.5)
+    kind = NoVerifier if failure == "start" else ScriptedVerifier
+
+    async def go() -> None:
+        world = make_world(run, {}, resume=True, verifier_class=kind)
+        with contextlib.closing(world._directory):
+            if failure != "before":
+                await world.run()
+
+    with monkeypatch.context() as patched:
+        for name in {"inputs": ["write_files"], "list": ["write_results"]}.get(failure, []):
+            patched.setattr(record, name, fill_disk)
+        if failure == "trace":
+            patched.setattr(LineFile, "rename", fill_disk)
+        with contextlib.suppress(OSError, RuntimeError):
+            asyncio.run(asyncio.wait_for(go(), timeout=60))
+    after = digests(tmp_path / "run")
+    if failure == "trace":  # it had its number already
+        before["trace.1.jsonl"] = before.pop("trace.jsonl")
+        before[RUN] = after[RUN]
+    assert after == before
+    trace = execute(run, resume=True)
+    assert trace.leg == 2 and not ledger_of_run(trace, tmp_path / "run").faults
+    assert read_trace(tmp_path / "run" / "trace.1.jsonl").leg == 1
+
+
+def test_a_first_start_that_fails_leaves_no_run(tmp_path: Path) -> None:
+    run = real_run(tmp_path)
+    with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
+        directory.open(run, resume=False)
+    execute(run)
+    assert not list((tmp_path / "run").glob(".trace*"))
 
 
 def test_a_resumed_run_keeps_its_id_if_the_list_of_results_is_lost(tmp_path: Path) -> None:
@@ -448,6 +588,7 @@ def test_a_resumed_run_keeps_its_id_if_the_list_of_results_is_lost(tmp_path: Pat
             directory.open(run, is_resumed)
             leg, own = directory.leg, directory.run_id
             Trace(run, "real", file=directory.trace_file, leg=leg, run_id=own)
+            directory.begin()
             ids.append(own)
         (tmp_path / "run" / "results.json").unlink()
     assert ids[0] and ids[1] == ids[0]
@@ -584,13 +725,18 @@ def test_what_a_resume_changes_is_known_by_key_with_both_values(tmp_path: Path) 
     ]
 
 
-def test_tokens_are_forgotten_before_the_run_file_names_another_temperature(tmp_path: Path) -> None:
+def test_tokens_are_forgotten_before_the_run_file_names_another_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     die_after_step(real_run(tmp_path), 2)
     (tmp_path / "run/tokens").mkdir(exist_ok=True)
     (tmp_path / "run/tokens/7.0").write_bytes(b"tokens")
     run = real_run(tmp_path, algorithm__steps=9, rollout__temperature=0.5)
     with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
-        directory.open(run, resume=True)  # then the start fails
+        directory.open(run, resume=True)
+        monkeypatch.setattr(record, "write_files", fill_disk)
+        with pytest.raises(OSError, match="No space"):
+            directory.begin()
     assert not list((tmp_path / "run").rglob("7.0"))
 
 
@@ -601,8 +747,10 @@ def test_tokens_of_another_distribution_are_not_gone_on_with(
     key: str, is_kept: bool, tmp_path: Path
 ) -> None:
     directory, tokens = RunDirectory(tmp_path / "run"), tmp_path / "run/tokens"
-    directory.changes = {key: f"{key} 1 -> 2"}
     tokens.mkdir(parents=True)
     (tokens / "7.0").write_bytes(b"tokens")
-    directory.forget_other_samples()
+    with contextlib.closing(directory):
+        directory.open(real_run(tmp_path), resume=False)
+        directory.changes = {key: f"{key} 1 -> 2"}
+        directory.begin()
     assert [path.name for path in tmp_path.rglob("7.*")] == (["7.0"] if is_kept else [])

@@ -35,7 +35,7 @@ from tests.scripted import make_world
 from tests.test_deterministic import IN_PROCESS, project, what_it_made
 from tests.test_deterministic import execute as execute_alone
 from tests.test_execute import execute, real_run
-from tests.test_resume import die_after_step
+from tests.test_resume import die_after_step, digests
 
 QUICK = {
     "name": "quick one",
@@ -262,6 +262,26 @@ def test_a_follower_whose_every_checkpoint_is_damaged_is_for_a_person_to_decide_
     with pytest.raises(ValueError, match=r"1-quick-one/checkpoints: every checkpoint is damaged"):
         SecondaryRecords(run.secondary_trainer_names, tmp_path / "run").check()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("of", ["", "followers/1-quick-one/"])
+def test_a_checkpoint_at_another_group_than_the_trace_says_is_refused(
+    of: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, policies__system="stream-sync")
+    die_after_step(run, 5)
+    newest = max((tmp_path / "run" / of / "checkpoints").glob("v*"))
+    position = json.loads((newest / "position.json").read_text())
+    (newest / "position.json").write_text(json.dumps({**position, "groups_done": 10**6}))
+    before = digests(tmp_path)
+    directory = RunDirectory(tmp_path / "run")
+    with (
+        contextlib.closing(directory),
+        pytest.raises(ValueError, match=r"groups_done is 1000000, but the trace .* at group \d+;"),
+    ):
+        directory.find_checkpoint(run, resume=True)
+        SecondaryRecords(run.secondary_trainer_names, tmp_path / "run").check(directory.recorded)
+    assert digests(tmp_path) == before
 
 
 def test_whatever_a_follower_is_called_its_directory_can_be_made(tmp_path: Path) -> None:

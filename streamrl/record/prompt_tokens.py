@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Sequence
 from io import BytesIO
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from streamrl.runfile.result_files import write_file
 
 PROMPTS = "prompts.npz"
+DIGEST_BYTES = 16
+"""Size of a BLAKE2b-128 digest, which detects any change that nobody forged."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -26,14 +29,35 @@ def write_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
     write_file(directory / PROMPTS, data.getvalue())
 
 
-def check_prompt_tokens(directory: Path, prompts: Sequence[Ids]) -> None:
+def digest_of(prompts: Sequence[Ids]) -> str:
+    """Return a digest of the token ids of every prompt, in order; the trace of an executed run has it."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for ids in prompts:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids.astype("<i4", copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def check_prompt_tokens(directory: Path, prompts: Sequence[Ids], digest: str = "") -> None:
     """Raise `ValueError` if a resumed run has other prompts than the run started with.
 
     A checkpoint records finished prompts by their index, so other prompts would be skipped or repeated.
+
+    Args:
+        directory: the run directory. Its prompts.npz names the line that differs; it may be lost.
+        prompts: token ids of every prompt, each of shape `[num_tokens]`.
+        digest: that of the prompts in the traces of the run; empty if none has it.
     """
-    path = directory / PROMPTS
-    if not path.exists():  # an earlier version, or the run died before it was written
-        return
+    if (directory / PROMPTS).exists():
+        _check_lines(directory, prompts)
+    if digest not in ("", digest_of(prompts)):
+        raise ValueError(
+            f"workload.prompts: not the prompts with which the run in {str(directory)!r} was begun, as its trace says: "
+            "--resume needs the same prompts"
+        )
+
+
+def _check_lines(directory: Path, prompts: Sequence[Ids]) -> None:
     try:
         old_prompts = read_prompt_tokens(directory)
     except ValueError as error:

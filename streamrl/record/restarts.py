@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 from mmap import ACCESS_READ, mmap
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from streamrl.engine.messages import RunStarted
 from streamrl.engine.trace import Trace, blaming_damage, read_trace
@@ -98,8 +99,18 @@ def ledger_of_traces(traces: Iterable[Trace]) -> Ledger:
     return ledger.balance()
 
 
-def saved_versions(directory: Path) -> set[int] | None:
-    """Read all traces before a resume; return the versions that the primary trainer had to save, or None without traces.
+class RecordedStarts(NamedTuple):
+    """What the traces of all starts of a run say about the state that a resume needs."""
+
+    saved: dict[tuple[int, int], set[int]]
+    """By trainer and version: the groups from which its checkpoint continues (`groups_done`), one for each time that
+    it was saved."""
+    prompts: str
+    """The digest of the prompts; empty in traces of earlier versions of this program."""
+
+
+def read_starts(directory: Path) -> RecordedStarts | None:
+    """Read all traces before a resume; return None if there is none.
 
     The resume renames trace.jsonl, so it counts as the last of the numbered traces. Every line is decoded, because a
     damaged one would end the run after its last step, when the ledger is balanced.
@@ -112,7 +123,7 @@ def saved_versions(directory: Path) -> set[int] | None:
     paths = {number: earlier_trace_path(directory, number) for number in numbers}
     if has_first_line(directory / TRACE):
         paths[1 + max(numbers, default=0)] = directory / TRACE
-    saved: set[int] = set()
+    found = RecordedStarts({}, "")
     last: Trace | None = None
     for number in range(1, 1 + max(paths, default=0)):
         path = paths.get(number, earlier_trace_path(directory, number))
@@ -128,21 +139,27 @@ def saved_versions(directory: Path) -> set[int] | None:
         if last is not None and last.path is not None:
             _check_same_run(last.path, last, trace)
         begun = trace.entries[0].event if trace.entries else None
+        saved = {version for trainer, version in found.saved if trainer == LEADER}
         if last is not None and isinstance(begun, RunStarted) and begun.version not in {0, *saved}:
             raise ValueError(
                 f"{path}: resumes from step {begun.version}, which no earlier trace saved: one was cut"
             )
-        saved |= _commanded_versions(path)
+        for trainer, version, groups_done in _commanded_saves(path):
+            found.saved.setdefault((trainer, version), set()).add(groups_done)
+        found = found._replace(prompts=found.prompts or trace.prompts)
         last = trace
-    return saved if paths else None
+    return found if paths else None
 
 
-_SAVE = rb'"SaveCheckpoint","version":(\d+),"groups_done":\d+,"trainer":%d\b' % LEADER
+_SAVE = re.compile(rb'"SaveCheckpoint","version":(\d+),"groups_done":(\d+),"trainer":(\d+)')
 
 
-def _commanded_versions(path: Path) -> set[int]:
+def _commanded_saves(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield trainer, version and `groups_done` of each checkpoint that a trace commands or resumes from."""
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        return {int(match[1]) for match in re.finditer(_SAVE, data)}
+        for match in _SAVE.finditer(data):
+            version, groups_done, trainer = map(int, match.groups())
+            yield trainer, version, groups_done
 
 
 def has_first_line(path: Path) -> bool:

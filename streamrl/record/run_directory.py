@@ -27,7 +27,7 @@ import msgspec
 from streamrl.runfile.config import Run
 from streamrl.runfile.paths import paths_of, with_paths
 from streamrl.runfile.reading import read_regular
-from streamrl.runfile.result_files import RESULTS, ROLLOUTS_FILE, listed_run_id, write_files
+from streamrl.runfile.result_files import RESULTS, ROLLOUTS_FILE, listed_run_id
 
 RUN, TRACE = "run.json", "trace.jsonl"
 ATTACHED, CONTROL = "attached.json", "control"
@@ -90,13 +90,17 @@ def read_samples(directory: Path) -> list[Line]:
     return _read(directory / SAMPLES, _is_before)
 
 
-def read_rollouts(directory: Path) -> list[Line]:
+def read_rollouts(directory: Path, last: RolledBack | None = None) -> list[Line]:
     """Return a line for each verified rollout that was not rolled back, in order.
+
+    Args:
+        directory: the run directory.
+        last: a rollback that the file does not have yet, as it is when a resume begins.
 
     Raises:
         ValueError: rollouts.jsonl is missing, or one of its lines is not from a run.
     """
-    return _read(directory / ROLLOUTS, _is_done)
+    return _read(directory / ROLLOUTS, _is_done, last)
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -116,7 +120,9 @@ def _is_done(line: Counted, mark: RolledBack) -> bool:
     return line.group is None or line.group < mark.groups_done or line.group in mark.done_ahead
 
 
-def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line]:
+def _read(
+    path: Path, stays: Callable[[Counted, RolledBack], bool], last: RolledBack | None = None
+) -> list[Line]:
     """Return the lines that no later rollback removes, without a last line that a crash cut short."""
     try:
         *lines, _ = read_regular(path).split(b"\n")
@@ -140,7 +146,7 @@ def _read(path: Path, stays: Callable[[Counted, RolledBack], bool]) -> list[Line
                 kept.append((msgspec.convert(line, Counted), line))
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: the line is not from a run: {error}") from None
-    return [line for _, line in kept]
+    return [line for counted, line in kept if last is None or stays(counted, last)]
 
 
 INPUTS = "inputs"
@@ -157,20 +163,14 @@ CONFIG = "config.json"
 """The file of a model directory that has the model's shape."""
 
 
-def keep_inputs(paths: Mapping[str, str], directory: Path) -> None:
-    """Copy the input files of a run into its directory; missing files are skipped.
-
-    Args:
-        paths: paths in the run file by key, as `paths_of` returns them.
-        directory: the run directory.
-    """
-    write_files({directory / name: data for name, data in read_inputs(paths, directory).items()})
-
-
 def read_inputs(paths: Mapping[str, str], directory: Path) -> dict[str, bytes]:
     """Return the data of the input files of a run, by the paths of their copies in its directory.
 
     Missing files, and those that are the copies, are left out.
+
+    Args:
+        paths: paths in the run file by key, as `paths_of` returns them.
+        directory: the run directory.
     """
     return {
         target.relative_to(directory).as_posix(): source.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,6 +125,13 @@ def check_no_directory(path: Path, key: str) -> None:
         raise ValueError(f"{key} {path}: cannot be written: {error.strerror}") from None
     if is_directory:
         raise ValueError(f"{key} {path}: cannot be written: Is a directory")
+
+
+def check_file_writable(path: Path, key: str) -> None:
+    """Raise `ValueError` with `key` where a file that exists could not be written to, or is a directory."""
+    check_no_directory(path, key)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{key} {path}: cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def check_writable(path: Path, key: str) -> None:
