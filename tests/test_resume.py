@@ -216,7 +216,11 @@ def test_a_trace_says_which_leg_of_a_resumed_run_it_is(tmp_path: Path) -> None:
     with (console := Console(width=300)).capture() as shown:
         console.print(metrics_table(metrics))
     assert f"steps {first} to {last}" in shown.get() or f"step {last} alone" in shown.get()
-    assert "leg" not in measure(read_trace(tmp_path / "run" / "trace.1.jsonl")).note
+    killed = measure(read_trace(tmp_path / "run" / "trace.1.jsonl"))
+    assert "leg" not in killed.note and killed.num_steps == 3
+    said = "the record has no end after step 3 of 6: the run goes on, or was killed; figures are"
+    assert said in killed.note and "no end after step 5 of 6" in metrics.note
+    assert "no end" not in measure(execute(run, resume=True)).note
 
 
 # Which checkpoint ---------------------------------------------------------------------------------

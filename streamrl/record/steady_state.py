@@ -532,6 +532,12 @@ def steady_state_caveats(trace: Trace, steps: LeaderSteps, steady: Steady, unfin
             f"leg {trace.leg} alone of a run that was resumed, after its step {steps.num_before}; "
             "the whole run is reckoned at its pace"
         )
+    num_steps = trace.run.algorithm.steps
+    if trace.world == "real" and not unfinished and steps.version < num_steps:
+        doubts.append(
+            f"the record has no end after step {steps.version} of {num_steps}: the run goes on, or was killed; figures are "
+            "those of the finished steps"
+        )
     if _drifts(trace):
         return "; ".join(
             [
