@@ -219,11 +219,16 @@ class Verifier(VerifierRole):
 
 
 def bounds_of(config: VerifierConfig) -> tuple[float, float] | None:
-    """Return the least and the most reward of a rollout; None with a reward model, whose scores have no bounds."""
+    """Return the least and the most score of an evaluated rollout; None with a reward model, whose scores have no bounds.
+
+    Scores of the length are left out, as in an evaluation.
+    """
     least = most = 0.0
     for reward in config.rewards:
         if reward.has_model:
             return None
+        if reward.scores_length:
+            continue
         ends = [reward.weight * end for end in make_scorer(reward).bounds]
         ends += [0.0] if reward.families else []  # other prompts have no such score
         least, most = least + min(ends), most + max(ends)
