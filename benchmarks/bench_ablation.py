@@ -159,6 +159,18 @@ def _no_offload() -> None:
     force_setattr(switch, "offload_bandwidth", None)
 
 
+def _onload_at_the_host_link() -> None:
+    switch = load_framework("nemo-rl").switch_time
+    assert switch is not None, "its switch is known"
+    force_setattr(switch, "onload_bandwidth", None)
+
+
+def _all_within() -> None:
+    for engine in known_engines():
+        constants = load_engine(engine).constants
+        force_setattr(constants, "log_prob", constants.log_prob_within)
+
+
 def _no_kept_weights() -> None:
     switch = load_framework("nemo-rl").switch_time
     assert switch is not None, "its switch is known"
@@ -250,6 +262,7 @@ TERMS = (
         _is_dtensor,
     ),
     Term("offload of optimizer states in NeMo-RL's switch", _no_offload, _is_nemo),
+    Term("optimizer states that return from pageable memory", _onload_at_the_host_link, _is_nemo),
     Term("weights that sleeping engines of NeMo-RL keep", _no_kept_weights, _is_nemo),
     Term("passes over logits counted in NeMo-RL's code", _no_counted_loss, _is_nemo),
     Term("offload of optimizer states to score, up to NeMo-RL 0.4", _no_offload_to_score, _is_nemo),

@@ -119,6 +119,19 @@ def test_a_framework_that_offloads_moves_its_optimizer_slowly_at_every_switch() 
     assert PhaseChange.of(resolved.replica, trainer, usual).offload_time < 1.0
 
 
+def test_an_optimizer_returns_from_pageable_memory_slower_than_the_host_link() -> None:
+    row = next(row for row in ROWS if row.model == "llama-3.1-8b" and row.zero == 1)
+    resolved = resolve(run_of(row))
+    trainer, own = resolved.trainer, own_switch(resolved.run.framework, "h100")
+    moved = model_state(trainer.model, trainer.config, trainer.dtype).optimizer
+    change = PhaseChange.load(resolved)
+    assert change.onload_time == pytest.approx(moved / 16.1e9)
+    assert own.per_gpu is not None
+    pinned = own._replace(per_gpu=replace(own.per_gpu, onload_bandwidth=None))
+    fast = PhaseChange.of(resolved.replica, trainer, pinned)
+    assert fast.onload_time == pytest.approx(moved / load_gpu("h100").host_link)
+
+
 def test_a_stated_switch_time_stands_for_all_but_the_bytes_that_a_gpu_lacks() -> None:
     resolved = resolve(run_of(V3))
     alone = PhaseChange.of(resolved.replica, resolved.trainer, OwnSwitch(7.0, None, ""))

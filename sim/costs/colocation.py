@@ -22,9 +22,9 @@ same. Sleep copies them to host memory and wake copies them back (level 1 of vLL
 adapters, all of them for each GPU. If adapters are merged, replicas receive whole weights as above.
 
 Data that fits next to the generator, in (1 - rollout.memory_utilization) of a GPU, stays there and
-does not move. Some frameworks offload optimizer states in every switch, to pageable memory and at a
-fraction of the host link (`offload_bandwidth` of profiles/frameworks). All other bytes move at
-datasheet bandwidths. The framework's own calls come on top: `framework.switch_time`.
+does not move. Some frameworks offload optimizer states in every switch, to pageable memory. Both ways
+then take a fraction of the host link (`offload_bandwidth` and `onload_bandwidth` of
+profiles/frameworks). All other bytes move at datasheet bandwidths. The framework's own calls come on top: `framework.switch_time`.
 
 With `[lending]` the same parts are two switches. Lending GPUs takes offload, reshard, wake and the framework's calls;
 taking them back takes onload. The KV cache is dropped. CUDA graphs stay captured, as in vLLM's sleep mode.
@@ -141,7 +141,7 @@ class PhaseChange:
         if own.offload_bandwidth is not None:
             moved = _optimizer_on_gpu(trainer)
             at_link = moved / side.gpu.host_link
-            onload_time = max(onload_time, at_link)
+            onload_time = max(onload_time, own.onload_time(moved, side.gpu.host_link))
             offload_time = moved / own.offload_bandwidth + max(0.0, offload_time - at_link)
         kept_time = 0.0
         if own.keeps_weights and replica.adapter_rank is None:

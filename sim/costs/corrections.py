@@ -152,13 +152,14 @@ def own_transfer(framework: FrameworkConfig, trainer: TrainerConfig) -> OwnTrans
     return OwnTransfer(*times, sending.error.spread, source)
 
 
-def optimizer_offload_bandwidth(framework: FrameworkConfig) -> float | None:
-    """Return the bytes a second at which a framework offloads the optimizer to score; None if it keeps it on the GPU."""
+def offload_to_score(framework: FrameworkConfig) -> SwitchSeconds | None:
+    """Return how a framework offloads the optimizer to score; None if it keeps it on the GPU."""
     known = framework_of(framework.name)
     release = None if known is None else known.release_of(framework.version)
     if known is None or release is None or not release.offloads_to_score:
         return None
-    return known.switch_time.offload_bandwidth if known.switch_time is not None else None
+    own = known.switch_time
+    return own if own is not None and own.offload_bandwidth is not None else None
 
 
 def own_step_time(
@@ -235,9 +236,10 @@ def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
     sent = own_transfer(run.framework, run.trainer)
     if sent.source is not None:
         yield sent.source
-    offload = None if run.policies.shares_gpus else optimizer_offload_bandwidth(run.framework)
-    if offload is not None and release is not None:
-        yield f"the optimizer is in host memory for log-probs, moved at {offload / 1e9:.3g} GB/s: {release.source}"
+    offload = None if run.policies.shares_gpus else offload_to_score(run.framework)
+    if offload is not None and offload.offload_bandwidth is not None and release is not None:
+        rate = offload.offload_bandwidth / 1e9
+        yield f"the optimizer is in host memory for log-probs, moved at {rate:.3g} GB/s: {release.source}"
     if run.policies.shares_gpus:
         yield own_switch(run.framework, corrections.trains_on).source
 

@@ -219,11 +219,22 @@ class SwitchSeconds(Seconds, frozen=True, kw_only=True):
 class Sending(_Table, frozen=True, kw_only=True):
     """What one controller sends of a batch to the trainer's ranks, for each pass over it."""
 
+    onload_bandwidth: Bandwidth | None = None
+    """Bytes a second of these states on their way back, from pageable memory. None: the host link's."""
     scored_bytes: int
     """Bytes of a token of the padded batch, for a pass that only scores."""
     trained_bytes: int
     """The same for training."""
     bandwidth: Bandwidth
+    def onload_time(self, num_bytes: float, host_link: float) -> float:
+        """Return the seconds in which optimizer states of a GPU return from host memory.
+
+        Args:
+            num_bytes: bytes of these states.
+            host_link: bytes a second of the GPU's host link, which no copy exceeds.
+        """
+        return num_bytes / min(host_link, self.onload_bandwidth or host_link)
+
     error: Factor
     """Seconds relative to those at `bandwidth`."""
 

@@ -31,11 +31,11 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.hardware.tiers import Provenance
 from streamrl.runfile.algorithm_config import AlgorithmConfig
-from streamrl.runfile.frameworks import packing_of, slowdown
+from streamrl.runfile.frameworks import SwitchSeconds, packing_of, slowdown
 from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.sim.costs.corrections import (
     Corrections,
-    optimizer_offload_bandwidth,
+    offload_to_score,
     own_step_time,
     own_transfer,
 )
@@ -145,8 +145,8 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         is_whole = choose_system(run.policies).streaming == "whole-batch"
         switches = _switches_of(trainer, ranks)
         if not run.policies.shares_gpus:
-            offload = optimizer_offload_bandwidth(run.framework)
-            switches = replace(switches, optimizer_time=_optimizer_moves(trainer, ranks, offload))
+            moves = _optimizer_moves(trainer, ranks, offload_to_score(run.framework))
+            switches = replace(switches, optimizer_time=moves)
         num_trained = trainer.num_trained_models
         updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
         updated += switches.step_time
@@ -237,18 +237,18 @@ def _switches_of(trainer: TrainerHardware, ranks: Ranks) -> Switches:
     return Switches.of(state, link, is_alone=is_alone, swap_time=swaps)
 
 
-def _optimizer_moves(trainer: TrainerHardware, ranks: Ranks, bandwidth: float | None) -> float:
+def _optimizer_moves(trainer: TrainerHardware, ranks: Ranks, own: SwitchSeconds | None) -> float:
     """Return the seconds in which the optimizer leaves for host memory and returns; 0 if it stays.
 
     Args:
         trainer: the trainer.
         ranks: its ranks.
-        bandwidth: bytes a second at which it leaves; None if it stays, or is in host memory for good.
+        own: how the framework moves it; None if it stays, or is in host memory for good.
     """
-    if bandwidth is None or trainer.config.offload:
+    if own is None or own.offload_bandwidth is None or trainer.config.offload:
         return 0.0
     moved = model_state(ranks.model, trainer.config, ranks.dtype).optimizer * trainer.trained_models
-    return moved / bandwidth + moved / ranks.gpu.host_link
+    return moved / own.offload_bandwidth + own.onload_time(moved, ranks.gpu.host_link)
 
 
 def _mini_batch(steps: int, algorithm: AlgorithmConfig) -> float:
