@@ -60,21 +60,30 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Repository, commit and file, or who measured it on what."""
 
 
-class Setting(_Table, frozen=True, kw_only=True):
-    """A key of the run file that a framework fills in."""
+class _Conditional(_Table, frozen=True, kw_only=True):
+    """A fact that may hold for some run files only."""
 
-    key: str
-    value: Value
     where: dict[str, list[Value]] = {}
-    """The setting applies only if each of these keys has one of these values."""
+    """It applies only if each of these keys has one of these values."""
     unless: dict[str, list[Value]] = {}
-    """The setting does not apply if one of these keys has one of these values."""
+    """It does not apply if one of these keys has one of these values."""
 
     def holds(self, value_at: Callable[[str], object]) -> bool:
         """Whether it applies to a run file whose keys have these values."""
         return all(value_at(key) in values for key, values in self.where.items()) and not any(
             value_at(key) in values for key, values in self.unless.items()
         )
+
+
+class Setting(_Conditional, frozen=True, kw_only=True):
+    """A key of the run file that a framework fills in."""
+
+    key: str
+    value: Value
+
+
+class EngineWithin(_Conditional, frozen=True, kw_only=True):
+    """That engines run in processes of the framework, and not in processes of their own."""
 
 
 class Release(_Table, frozen=True, kw_only=True):
@@ -210,22 +219,13 @@ class SwitchSeconds(Seconds, frozen=True, kw_only=True):
     """Bytes a second of a GPU's optimizer states on their way to host memory, in every switch.
     None: they move only if there is no room, at the bandwidth of the GPU's host link.
     """
+    onload_bandwidth: Bandwidth | None = None
+    """Bytes a second of these states on their way back, from pageable memory. None: the host link's."""
     keeps_weights: bool = False
     """Whether engines that sleep copy their weights to host memory, and back when they wake (level 1 of
     vLLM's sleep mode). Otherwise they drop them.
     """
 
-
-class Sending(_Table, frozen=True, kw_only=True):
-    """What one controller sends of a batch to the trainer's ranks, for each pass over it."""
-
-    onload_bandwidth: Bandwidth | None = None
-    """Bytes a second of these states on their way back, from pageable memory. None: the host link's."""
-    scored_bytes: int
-    """Bytes of a token of the padded batch, for a pass that only scores."""
-    trained_bytes: int
-    """The same for training."""
-    bandwidth: Bandwidth
     def onload_time(self, num_bytes: float, host_link: float) -> float:
         """Return the seconds in which optimizer states of a GPU return from host memory.
 
@@ -235,6 +235,15 @@ class Sending(_Table, frozen=True, kw_only=True):
         """
         return num_bytes / min(host_link, self.onload_bandwidth or host_link)
 
+
+class Sending(_Table, frozen=True, kw_only=True):
+    """What one controller sends of a batch to the trainer's ranks, for each pass over it."""
+
+    scored_bytes: int
+    """Bytes of a token of the padded batch, for a pass that only scores."""
+    trained_bytes: int
+    """The same for training."""
+    bandwidth: Bandwidth
     error: Factor
     """Seconds relative to those at `bandwidth`."""
 
@@ -267,6 +276,8 @@ class Framework(_Table, frozen=True, kw_only=True):
     passes: list[ExtraPass] = []
     engine_log_probs: EngineLogProbs | None = None
     """None if the engine returns log-probabilities only where the loss reads them."""
+    engine_within: EngineWithin | None = None
+    """None if engines always have processes of their own."""
     systems: list[SupportedSystem]
     sync: list[SupportedSync]
     engines: list[SupportedEngine] = []
@@ -411,6 +422,13 @@ def returns_log_probs(config: FrameworkConfig, algorithm: AlgorithmConfig) -> bo
     framework = framework_of(config.name)
     is_always = framework is not None and framework.returns_log_probs(config.version)
     return is_always or algorithm.takes_engine_log_probs
+
+
+def shares_process(run: Run) -> bool:
+    """Return whether the inference engines of a run are in processes of its framework."""
+    framework = framework_of(run.framework.name)
+    within = None if framework is None else framework.engine_within
+    return within is not None and within.holds(lambda key: value_of(run, key))
 
 
 def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> bool:
