@@ -9,7 +9,7 @@
 | `logit`         | each running rollout and word of the vocabulary: sorting (`top_p`, `top_k`)     |
 | `log_prob_step` | each step that returns the log-probability of every token                       |
 | `log_prob`      | each running rollout in such a step: slicing and sending its value              |
-| `log_prob_within` | the same, if the engine runs in the process of a framework, which wraps it too |
+| `log_prob_within` | the same, if the engine is in a process of its framework                     |
 | `slowdown`      | (a factor) the decode kernels of this version, relative to those of the tables  |
 
 `benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
