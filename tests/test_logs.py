@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -94,8 +95,29 @@ def test_rows_of_json_and_of_a_table_of_wandb_are_read_by_the_same_keys(tmp_path
     state = {"log_history": [{"step": 7, "step_time": "2.5", "completions/mean_length": 80}]}
     (of_trl,) = read(tmp_path, "trainer_state.json", json.dumps(state))
     assert of_lines[0] == MeasuredStep(step=4, step_time=9.0, generation=5.0, train=3.0)
-    assert [step.train for step in of_table] == [3.0, 3.0]
+    assert [(step.step, step.train) for step in of_table] == [(4, 3.0), (5, 3.0)]
     assert of_trl == MeasuredStep(step=7, step_time=2.5, output_tokens=80.0)
+
+
+def test_a_table_of_two_runs_of_wandb_is_refused(tmp_path: Path) -> None:
+    text = "Step,a - timing_s/step,b - timing_s/step,b - x\n1,100,10,0\n2,101,,0\n"
+    with pytest.raises(ValueError, match=r"row 1: columns of two runs, 'a' and 'b'; export one"):
+        read(tmp_path, "export.csv", text)
+    without = text.replace(",10,", ",,")
+    assert [step.step_time for step in read(tmp_path, "export.csv", without)] == [100, 101]
+
+
+def test_rows_of_every_framework_may_have_the_step_of_wandb() -> None:
+    for name in known_formats():
+        assert {"_step", "Step"} <= {*load_format(name).step_keys}, name
+
+
+def test_a_stage_that_takes_longer_than_its_step_is_told(tmp_path: Path) -> None:
+    (tmp_path / "steps.csv").write_text(
+        "step,step_time,train,rollout_time\n1,10,300,50\n2,20,3,50\n"
+    )
+    found = read_measured_file(tmp_path / "steps.csv")
+    assert found.notes == ("steps.csv: train takes 151.5 s of a step of 15 s; check their units",)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +284,12 @@ def test_a_line_of_another_worker_does_not_continue_a_line_of_verl(tmp_path: Pat
     [
         ("prime-rl", "41.50s -> nan", "Time must be a finite number"),
         ("prime-rl", "41.50s -> 41 ms", "Time must be a finite number, got ' 41 ms'"),
+        ("prime-rl", "41.50s -> 41 ms/step", "Time must be a finite number, got ' 41 ms/step'"),
+        ("prime-rl", "40.5 tokens/s -> 40.5 ktokens/s", "Throughput must be a finite number"),
+        ("prime-rl", "40.5 tokens/s -> 40.5 tokens/min", "Throughput must be a finite number"),
+        ("nemo-rl", "112.00s -> 112.00 ms", "Total step time must be a finite number"),
+        ("nemo-rl", "58.00s (51 -> 58.00 min (51", "generation must be a finite number"),
+        ("verl", "timing_s/step:35.0 -> timing_s/step:3_5", "must be a finite number, got '3_5'"),
         ("prime-rl", "1,040.5 tokens/s -> 10,40.5 tokens/s", "Throughput must be a finite number"),
         ("areal", "4.1500e+01 -> N/A", "timeperf/rollout must be a finite number, got 'N/A'"),
         ("areal", "4.1500e+01 -> ", "timeperf/rollout must be a finite number"),
@@ -321,6 +349,9 @@ def test_literals_are_read_with_the_names_that_numbers_print_under() -> None:
     found = read_dict(text)
     assert (found["a"], found["b"], found["e"], found["f"]) == (1.5, -2, 3.0, "x")
     assert read_number("np.float32(0.25)") == 0.25 and read_number("1e-3") == 1e-3
+    assert read_number(" 7 ") == 7 and read_number("Infinity") == inf
+    for expression in ("0x10", "7 # x", "(12)", "1_024", "[3]", "-(2)", "1+2j"):
+        assert read_number(expression) is None
     assert read_number(True) is None and read_number("fast") is None
     for bad in ("[1]", "{'a': open('x')}", "{**{}}", "{'a': 1", "", "{'a': (lambda: 1)()}"):
         with pytest.raises(ValueError, match="not a"):

@@ -59,6 +59,8 @@ class LogRecords:
     """The last key of a last line without an end, whose value may be cut off."""
     is_complete: bool = True
     """Whether the last step ended, if the format has lines that say so."""
+    runs: dict[str, None] = field(default_factory=dict)
+    """Names of runs that wandb put before known keys; "" for keys without one."""
     columns: dict[str, str] = field(init=False)
     """Column of each known key."""
 
@@ -69,12 +71,23 @@ class LogRecords:
         """Return the numbers of a row, with keys without the run name that wandb puts before them."""
         found: Figures = {}
         for key, value in row.items():
-            name, number = key.rpartition(WANDB_SEPARATOR)[2], read_number(value)
+            (run, _, name), number = key.rpartition(WANDB_SEPARATOR), read_number(value)
             if number is not None and isfinite(number):
                 found[name] = number
+                if name in self.columns:
+                    self._note_run(run, where)
             elif (name in self.columns or name in self.log.step_keys) and _is_filled(value):
                 self.damage.append(f"{where}: {name} must be a finite number, got {shown(value)}")
         return found
+
+    def _note_run(self, run: str, where: str) -> None:
+        """Note damage if figures of a second run appear, because their keys would become one."""
+        if self.runs and run not in self.runs:
+            names = " and ".join(
+                shown(name) if name else "one without a name" for name in (*self.runs, run)
+            )
+            self.damage.append(f"{where}: columns of two runs, {names}; export one run")
+        self.runs.setdefault(run)
 
     def enter(self, step: int, figures: Figures, where: str) -> None:
         """Add the figures of a row or a line to a step."""
@@ -504,10 +517,10 @@ def _cells(table: str) -> Mapping[str, object]:
 
 
 _WITH_UNIT = re.compile(
-    r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?)(?:s| ?[a-z]+/[a-z]+)?\s*",
+    r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?)(?: ?s(?:/step)?| ?tokens/(?:s|sample))?\s*",
     re.IGNORECASE,
 )
-"""A number before its unit, which is seconds or a rate, with commas between thousands."""
+"""A number before its unit (seconds or tokens, not a multiple of them), with commas between thousands."""
 PROGRESS = "step_time"
 """The column that a progress bar fills."""
 
@@ -545,7 +558,8 @@ def read_measured_file(
         raise ValueError(f"{path}: no such file")
     if name == CSV or (name is None and _has_our_columns(path)):
         steps = parse_steps(str(path), read_csv(path))
-        return _checked(path, CSV, steps, str(path), is_asynchronous)
+        notes = tuple(_note_long_stages(path, steps))
+        return _checked(path, CSV, steps, str(path), is_asynchronous, notes)
     if name is not None:
         return _read(path, load_format(name), is_asynchronous)
     return _read(path, _find_format(path), is_asynchronous)
@@ -628,7 +642,7 @@ def _read(path: Path, log: LogFormat, is_asynchronous: bool | None) -> MeasuredS
         for step, figures in sorted(records.items())
     ]
     steps = _fill_from_progress(steps, found)
-    notes = found.notes
+    notes = [*found.notes, *_note_long_stages(path, steps)]
     if known is None and log.asynchronous:
         notes.append(
             f"{path.name}: no key is specific to asynchronous training, so generation and training are read as taking turns"
@@ -678,6 +692,22 @@ def _checked(
     )
 
 
+def _note_long_stages(path: Path, steps: Iterable[MeasuredStep]) -> Iterator[str]:
+    """Yield the stages that take longer than their steps on average, such as with another unit."""
+    for column in STAGES:
+        both = [
+            (seconds, step.step_time)
+            for step in steps
+            if (seconds := getattr(step, column)) is not None and step.step_time is not None
+        ]
+        stage, whole = (sum(values) for values in zip(*both, strict=True)) if both else (0.0, 0.0)
+        if stage > whole * ROUNDING:
+            mean = f"{stage / len(both):.4g} s of a step of {whole / len(both):.4g} s"
+            yield f"{path.name}: {column} takes {mean}; check their units"
+
+
+STAGES = ("generation", "busy", "wait", "score", "train", "other")
+"""Columns of seconds that are a part of a step. Rollouts and a weight sync may last longer."""
 MOST_SECONDS, MOST_TOKENS = 1e7, 1e9
 """Bounds of the seconds of a step and of the tokens of a rollout."""
 TOKENS = ("output_tokens", "longest_output", "prompt_tokens", "tokens_per_rollout")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from math import inf, nan
+
+from streamrl.workload.data_files import parse_number
 
 LiteralValue = dict[str, object]
 NAMES: dict[str, object] = {
@@ -19,6 +22,8 @@ NAMES: dict[str, object] = {
 """Names in printed dicts and in JSON, with their values."""
 WRAPPERS = ("float", "int", "tensor", "array", "bool")
 """Parts of type names around numbers, such as np.float64(1.5) and tensor(2)."""
+WRAPPED = re.compile(r"[a-z][a-z0-9_.]*\([^#]*\)", re.ASCII)
+"""A number in a type name."""
 
 
 def read_dict(text: str) -> LiteralValue:
@@ -34,16 +39,14 @@ def read_dict(text: str) -> LiteralValue:
 
 
 def read_number(value: object) -> float | None:
-    """Return a number, or the number in a text or a literal; None for all else."""
+    """Return a number, or the number in a text, also in a type name; None for all else."""
     if isinstance(value, str):
-        if not value.isascii():  # Python would also read the digits of other scripts
-            return None
+        text = value.strip()
         try:
-            return float(value)
-        except ValueError:
-            pass
-        try:
-            value = _parse(value)
+            if text in NAMES or WRAPPED.fullmatch(text):
+                value = _parse(text)
+            else:
+                return parse_number(text)
         except ValueError:
             return None
     if isinstance(value, bool) or not isinstance(value, int | float):
