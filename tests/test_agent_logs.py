@@ -93,6 +93,50 @@ def test_a_log_is_recognised_by_its_structure(
     assert is_timed != any("1 of 1 actions have no time" in note for note in log.notes)
 
 
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
+def test_times_may_be_in_parts_of_a_second(unit: int, tmp_path: Path) -> None:
+    times = (1_700_000_000, 1_700_000_001, 1_700_000_002, 1_700_000_004, 1_700_000_005)
+    timed = [{**each, "timestamp": at * unit} for each, at in zip(MESSAGES, times, strict=True)]
+    assert read(tmp_path / "log.json", timed).episodes[0].episode.action_times == (2.0,)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"reasoning": "abcdef"},
+        {"reasoning": "abcdef", "reasoning_content": "abcdef"},
+        {"content": "abcdef"},
+        {"refusal": "abcdef"},
+        {"function_call": {"name": "ls", "arguments": "abc"}},
+        {"tool_calls": {"function": {"name": "ls", "arguments": "abc"}}},
+        {"tool_calls": [{"type": "custom", "custom": {"name": "ls", "input": "abc"}}]},
+        {"tool_calls": [{"name": "ls", "arguments": "abc"}]},
+        {"tool_calls": ["abcd"]},
+        {"tool_calls": [{"function": "abcdef"}]},
+    ],
+)
+def test_all_text_of_the_policy_counts(written: dict[str, Any], tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", **written}]
+    if written.get("tool_calls") == ["abcd"]:
+        with pytest.raises(ValueError, match="a tool call must be an object, got 'abcd'"):
+            read(tmp_path / "log.json", messages)
+        return
+    log = read(tmp_path / "log.json", messages)
+    assert log.episodes[0].episode.ends == (6,) and len(log.notes) == 1
+
+
+def test_unknown_keys_of_the_policy_with_text_are_told(tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": "x", "plan": "long", "id": "7", "cost": 1.5, "seen": []}
+    log = read(tmp_path / "log.json", [{"role": "user", "content": "u", "plan": ""}, turn])
+    assert "unknown keys of the policy's messages are not counted: plan" in log.notes
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), float("inf")])
+def test_characters_per_token_are_a_number(number: float) -> None:
+    with pytest.raises(ValueError, match="--characters-per-token must be a number above 0, got"):
+        assumed_tokens(number)
+
+
 @pytest.mark.parametrize(
     ("document", "what"),
     [
