@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from streamrl.logs.framework_logs import read_measured_file
-from streamrl.logs.recorded_rollouts import load_columns, read_rollouts
+from streamrl.logs.recorded_rollouts import load_columns, parse_fields, read_rollouts
 from streamrl.record.prompt_tokens import write_prompt_tokens
 from streamrl.runfile.files import make_run, write_run
 from streamrl.workload.workload import SimulatedWorkload
@@ -212,6 +213,51 @@ def test_a_column_of_another_name_is_read_where_it_is_said(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["group_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"uid": "a", "response_length": 1}, {"uid": None, "response_length": 2}],
+            "row 2: uid is missing; fill it in, or choose the prompt's id with --field prompt_id=COLUMN",
+        ),
+        (
+            [{"uid": "a", "response_length": 1}, {"response_length": 2}],
+            "row 2: uid is missing",
+        ),
+        (
+            [{"group": "math", "prompt": text, "response_length": 1} for text in ("p", "p", "q")],
+            "rows 1 and 3 have the same group ('math'), but prompt is 'p', then 'q'; choose the prompt's id",
+        ),
+        (
+            [{"group_index": 0, "prompt_length": n, "response_length": 1} for n in (100, 200)],
+            "rows 1 and 2 have the same group_index (0), but prompt_length is 100, then 200; choose",
+        ),
+    ],
+)
+def test_rows_of_different_prompts_do_not_become_one(
+    rows: list[dict[str, Any]], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_rollouts(str(write_lines(tmp_path / "in.jsonl", rows)))
+
+
+def test_an_id_that_the_user_names_may_have_several_texts(tmp_path: Path) -> None:
+    rows = [{"group": "a", "prompt": text, "response_length": 5} for text in ("p", "q")]
+    path = str(write_lines(tmp_path / "in.jsonl", rows))
+    assert read_rollouts(path, {"prompt_id": "group"}).groups == [[5, 5]]
+    assert read_rollouts(path, {"prompt_id": "prompt"}).groups == [[5], [5]]
+
+
+def test_an_empty_column_of_a_table_is_no_id(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("uid,problem_id,response_length\n,1,5\n,2,6\n")
+    assert read_rollouts(str(tmp_path / "in.csv")).groups == [[5], [6]]
+
+
+def test_a_field_that_is_set_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="--field output_tokens is set twice: a, then b"):
+        parse_fields(["output_tokens=a", "output_tokens=b"])
 
 
 def test_no_name_of_a_column_says_two_things() -> None:

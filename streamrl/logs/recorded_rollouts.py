@@ -18,6 +18,7 @@ from streamrl.logs.printed_values import read_number
 from streamrl.record import run_directory
 from streamrl.record.prompt_tokens import PROMPTS, read_prompt_tokens
 from streamrl.record.run_directory import ROLLOUTS
+from streamrl.runfile.errors import shown
 from streamrl.runfile.escaping import visible
 from streamrl.runfile.reading import read_json
 from streamrl.runfile.workload_config import HUB, LengthsConfig, SourceConfig
@@ -156,6 +157,8 @@ def parse_fields(stated: Iterable[str]) -> dict[str, str]:
             raise ValueError(
                 f"--field must be NAME=COLUMN with a name of {', '.join(FIELDS)}, got {each!r}"
             )
+        if name in found:
+            raise ValueError(f"--field {name} is set twice: {found[name]}, then {column}")
         found[name] = column
     return found
 
@@ -296,6 +299,8 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
     ):
         if name not in fields:
             _refuse_ambiguous(path, rows, name, names)
+    if prompt is not None:
+        _check_prompts(path, rows, prompt, tokens, has_stated_id="prompt_id" in fields)
     groups: dict[str, list[int]] = {}
     of_prompts: dict[str, int] = {}
     of_rollouts: list[int] = []
@@ -320,12 +325,45 @@ def _gather(path: str, rows: Sequence[Row], fields: dict[str, str]) -> RecordedR
     return RecordedRollouts(list(groups.values()), counted, has_prompts, records)
 
 
+def _check_prompts(
+    path: str, rows: Sequence[Row], prompt: str, tokens: str | None, *, has_stated_id: bool
+) -> None:
+    """Refuse rows without an id of their prompt, and rows of one id with different prompts.
+
+    Args:
+        path: the data set, for messages.
+        rows: its rows.
+        prompt: the column of the id.
+        tokens: the column of the prompt's tokens, if there is one.
+        has_stated_id: whether the user named the column, so that the texts of prompts may differ.
+    """
+    texts = () if has_stated_id else _filled(rows, TEXTS)
+    same = [name for name in (*texts, tokens) if name is not None and name != prompt]
+    first: dict[tuple[str, str], tuple[int, object]] = {}
+    for number, row in enumerate(rows, start=1):
+        key = _value(row, prompt)
+        if _is_missing(key):
+            raise ValueError(
+                f"{path}: row {number}: {prompt} is missing; fill it in, or choose the prompt's id with --field prompt_id=COLUMN"
+            )
+        for name in same:
+            value = _value(row, name)
+            if _is_missing(value):
+                continue
+            earlier, other = first.setdefault((name, repr(key)), (number, value))
+            if value != other:
+                raise ValueError(
+                    f"{path}: rows {earlier} and {number} have the same {prompt} ({shown(key)}), but {name} is "
+                    f"{shown(other)}, then {shown(value)}; choose the prompt's id with --field prompt_id=COLUMN"
+                )
+
+
 def _refuse_ambiguous(path: str, rows: Sequence[Row], meaning: str, names: Iterable[str]) -> None:
     """Refuse two columns of one meaning that have different values, because one would be chosen in silence."""
     first, *others = [*_filled(rows, names)] or [""]
     for name, row in product(others, rows):
         one, other = _value(row, first), _value(row, name)
-        if one is not None and other is not None and str(one) != str(other):
+        if not _is_missing(one) and not _is_missing(other) and str(one) != str(other):
             raise ValueError(
                 f"{path}: both {first} ({one}) and {name} ({other}) may be the {meaning.replace('_', ' ')}; "
                 f"choose one with --field {meaning}=COLUMN"
@@ -353,7 +391,7 @@ def _lengths(where: str, row: Row, output: str | None, turns: str | None) -> lis
 
 
 def _count(where: str, column: str, value: object) -> int:
-    if value is None or value == "":
+    if _is_missing(value):
         raise ValueError(f"{where}: {column} is missing; it must be a whole number of tokens")
     number = read_number(value)
     if number is None or not 1 <= number < 1e9 or number != int(number):
@@ -373,8 +411,13 @@ def _filled(rows: Sequence[Row], names: Iterable[str]) -> Iterator[str]:
     keys = set().union(*rows)
     for name in names:
         is_there = name in keys or name.partition(".")[0] in keys
-        if is_there and any(_value(row, name) is not None for row in rows):
+        if is_there and any(not _is_missing(_value(row, name)) for row in rows):
             yield name
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a row has no value. An empty cell of a CSV is an empty text."""
+    return value is None or value == ""
 
 
 def _has(row: Row, column: str) -> bool:
