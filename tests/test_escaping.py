@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import re
@@ -10,14 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
+from rich.table import Table
 
 from streamrl.cli import main
+from streamrl.cli.consoles import SafeConsole
 from streamrl.cli.log_output import log_to_stderr
+from streamrl.cli.progress import bar_columns
 from streamrl.runfile.escaping import ACTING, csv_rows, visible, visible_json
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "h20-h800.toml"
 NAME = "\x1b]0;owned\x07\x1b[2J\u202ex\x9b31m<script>alert(1)</script>|`id`$\\frac{=cmd()"
+TAGGED = "[red]A[/b] [link=http://x]y[/link] [/] :warning:"
 SMALL = ("--set", "algorithm.prompts_per_step=64", "--set", "simulate.max_steps=3")
 
 
@@ -98,6 +104,27 @@ def test_no_command_lets_a_name_act(
         if page.suffix == ".csv":
             cells = [cell for row in csv.reader(text.splitlines()) for cell in row]
             assert not [cell for cell in cells if cell.startswith(("=", "@"))]
+
+
+def test_brackets_and_colons_of_a_name_are_shown_as_they_are() -> None:
+    shown = io.StringIO()
+    console = SafeConsole(file=shown, width=200)
+    console.print(TAGGED, style="bold", highlight=False)
+    table = Table(TAGGED, title=TAGGED)
+    table.add_row(TAGGED)
+    console.print(table)
+    assert shown.getvalue().count(TAGGED) == 4
+    progress = Progress(*bar_columns(), console=console)
+    progress.add_task(TAGGED, facts=TAGGED)
+    shown.truncate(0)
+    console.print(progress.make_tasks_table(progress.tasks))
+    assert shown.getvalue().count(TAGGED) == 2
+
+
+def test_no_table_has_the_tags_of_rich() -> None:
+    for room in ("cli", "report", "doctor", "sim"):
+        for path in (ROOT / "streamrl" / room).rglob("*.py"):
+            assert not re.search(r"\[/(?:[a-z]+)?\]", path.read_text()), path
 
 
 def test_a_logged_name_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,9 +69,9 @@ def compare(
         console = stdout_console()
         console.print(comparison_table(expected, figures, intervals=intervals))
         if cause := most_different_cause(expected, figures):
-            console.print(f"\n{cause}", highlight=False, markup=False)
+            console.print(f"\n{cause}", highlight=False)
         if hint := measure_first_text(expected, str(measured)):
-            console.print(f"\n{hint}", highlight=False, markup=False)
+            console.print(f"\n{hint}", highlight=False)
 
 
 def _open(path: Path, world: Literal["simulated", "real"], hint: str) -> Trace:

@@ -22,7 +22,7 @@ def list_examples(as_json: AsJson = False) -> None:
         return
     console, width = stdout_console(), max(map(len, found))
     for name, text in found.items():
-        console.print(f"{name:{width}s}  {text}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{name:{width}s}  {text}", highlight=False, soft_wrap=True)
 
 
 def copy(

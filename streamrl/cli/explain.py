@@ -66,8 +66,8 @@ def explain(
 
 def _print_key(key: Key) -> None:
     console = stdout_console()
-    console.print(f"{key.name}\n", style="bold", markup=False, highlight=False)
-    console.print(key.text, markup=False, highlight=False)
+    console.print(f"{key.name}\n", style="bold", highlight=False)
+    console.print(key.text, highlight=False)
     facts = {
         "type": key.type,
         "default": key.default,
@@ -78,30 +78,24 @@ def _print_key(key: Key) -> None:
     console.print()
     for name, text in facts.items():
         if text:
-            console.print(f"{name:8s} {text}", markup=False, highlight=False)
+            console.print(f"{name:8s} {text}", highlight=False)
 
 
 def _print_table(table: Table) -> None:
     from rich.table import Table as Grid
 
     console = stdout_console()
-    console.print(f"{table.header}  {table.text}\n", markup=False, highlight=False)
+    console.print(f"{table.header}  {table.text}\n", highlight=False)
     grid = Grid(box=None, pad_edge=False)
     for name in ("key", "default", "meaning"):
         grid.add_column(name, overflow="fold")
     for key in table.keys:
         begin = key.text.partition(FIRST_SENTENCE)[0].removesuffix(".")
-        grid.add_row(*map(_plain, (key.name.removeprefix(f"{table.name}."), key.default, begin)))
+        grid.add_row(key.name.removeprefix(f"{table.name}."), key.default, begin)
     console.print(grid)
     inner = [each.header for each in tables() if each.name.startswith(f"{table.name}.")]
     if inner:
-        console.print(f"\ntables in it: {', '.join(inner)}", markup=False, highlight=False)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+        console.print(f"\ntables in it: {', '.join(inner)}", highlight=False)
 
 
 def _list_sections() -> None:
@@ -111,9 +105,8 @@ def _list_sections() -> None:
     for table in tables():
         if table.name:
             begin = table.text.partition(FIRST_SENTENCE)[0].removesuffix(".")
-            grid.add_row(*map(_plain, (table.header, str(len(table.keys)), begin)))
+            grid.add_row(table.header, str(len(table.keys)), begin)
     console.print(grid)
     console.print(
-        "\n`streamrl explain SECTION` lists its keys, `streamrl explain KEY` explains one.",
-        markup=False,
+        "\n`streamrl explain SECTION` lists its keys, `streamrl explain KEY` explains one."
     )

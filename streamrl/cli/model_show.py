@@ -40,4 +40,4 @@ def show(
     console.print(model_table(description))
     console.print()
     for note in model_notes(description):
-        console.print(note, markup=False, highlight=False)
+        console.print(note, highlight=False)

@@ -324,7 +324,7 @@ def _print_next(output: Path | None, plan: Plan, *, details: bool) -> None:
 
     def say(*lines: str, soft_wrap: bool = False) -> None:
         for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=soft_wrap)
+            console.print(line, highlight=False, soft_wrap=soft_wrap)
 
     console.print()
     say(*verdict_lines(plan.carried_by), *option_lines(plan))
@@ -354,4 +354,4 @@ def _export(planned: Planned, other: ExportName, output: Path, *, as_json: bool)
         raise RuntimeError(f"the plan was written, but {path} was not: {error}") from None
     write_file(path, script)
     if not as_json:
-        SafeConsole(highlight=False).print(f"written to {path}", markup=False, soft_wrap=True)
+        SafeConsole(highlight=False).print(f"written to {path}", soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.cli.shared import AsJson, print_json, stdout_console
 from streamrl.export.option_table import OptionTable
@@ -206,6 +207,6 @@ _READERS: list[tuple[str, Callable[[Path], list[str]]]] = [
 def _print(verdicts: list[FileVerdict]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for verdict in verdicts:
-        mark = "[green]ok[/]" if verdict.is_good else "[red]wrong[/]"
+        mark = Text("ok", "green") if verdict.is_good else Text("wrong", "red")
         table.add_row(mark, verdict.file, "; ".join(verdict.notes))
     stdout_console().print(table)

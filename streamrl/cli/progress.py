@@ -48,10 +48,10 @@ def plan_progress() -> Iterator[Callable[[int, str], None]]:
 def bar_columns() -> list[ProgressColumn]:
     """Return the columns of a bar on a terminal."""
     return [
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[facts]}"),
+        TextColumn("{task.fields[facts]}", markup=False),
         TimeElapsedColumn(),
     ]
 

@@ -75,10 +75,8 @@ def report(
         written = {"html": str(target), "markdown": None if markdown is None else str(markdown)}
         print_json({**facts, **written})
     else:
-        stdout_console().print(page.answer, highlight=False, markup=False)
-        stdout_console().print(
-            f"\nwritten to {target}", highlight=False, markup=False, soft_wrap=True
-        )
+        stdout_console().print(page.answer, highlight=False)
+        stdout_console().print(f"\nwritten to {target}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _print(
     report: StudyResult, figures: list[Path], output: Path | None, *, intervals: bool
 ) -> None:
     study, console = report.study, stdout_console()
-    console.print(f"[bold]{study.title}[/]", highlight=False)
+    console.print(study.title, style="bold", highlight=False)
     if study.question:
         console.print(study.question, highlight=False)
     console.print()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.paper_figure import PaperFigure
@@ -21,8 +22,8 @@ PAPER_COLOUR, OUR_COLOUR = "#999999", "#0072B2"
 
 def figure_table(figure: PaperFigure) -> Table:
     """Lay out one figure for the terminal."""
-    mark = "[green]met[/]" if figure.is_met else "[red]missed[/]"
-    title = f"{figure.name}: {figure.title}\n{figure.target}: {mark}"
+    mark = ("met", "green") if figure.is_met else ("missed", "red")
+    title = Text.assemble(f"{figure.name}: {figure.title}\n{figure.target}: ", mark)
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("")
     for name in ("paper", "ours", "error"):

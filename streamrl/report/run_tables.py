@@ -7,6 +7,7 @@ from statistics import mean
 from typing import TypeAlias
 
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.hardware.tiers import datasheet_share
 from streamrl.record.assumed import Assumed
@@ -201,9 +202,8 @@ def metrics_table(metrics: Metrics, *, intervals: bool = False) -> Table:
         for name, share in shares.items():
             if share > 0:
                 waits = CAUSES_IN_SHORT.get(name, "") if title == "idle" else ""
-                table.add_row(
-                    f"  {name}", format_share(share), f"[{colour}]{_bar(share)}[/] {waits}".rstrip()
-                )
+                bar = Text.assemble((_bar(share), colour), f" {waits}" if waits else "")
+                table.add_row(f"  {name}", format_share(share), bar)
         if title == "busy" and metrics.underfilled_from == "unknown" and metrics.busy.get("decode"):
             table.add_row(f"  {UNDERFILLED}", "?", UNKNOWN_YIELD)
     if len(metrics.sides) > len(TWO_SIDES):
@@ -399,11 +399,11 @@ def format_tiers(tiers: Mapping[str, float]) -> str:
     )
 
 
-def _whole(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]]:
+def _whole(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str | Text]]:
     """Yield duration and cost of the whole run, or that it is unfinished; this comes first."""
     whole = metrics.whole_run
     if whole is None:
-        yield "NOT FINISHED", "", f"[red]{metrics.unfinished}[/]"
+        yield "NOT FINISHED", "", Text(str(metrics.unfinished), "red")
     else:
         note = price_note(whole, metrics.model_error, intervals=intervals)
         yield "whole run", time_text(whole, intervals=intervals), note
@@ -411,7 +411,7 @@ def _whole(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]]:
     yield "", "", ""
 
 
-def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]]:
+def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str | Text]]:
     yield from _whole(metrics, intervals)
     first, last = (metrics.steps_before + step for step in metrics.counted_steps)
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first} alone"
@@ -421,7 +421,7 @@ def _summary(metrics: Metrics, intervals: bool) -> Iterable[tuple[str, str, str]
     step_time = figure_text(metrics, "step_time", intervals=intervals)
     yield LABELS["step_time"], step_time, f"{steps}, {took}"
     if metrics.note:
-        yield "", "", f"[yellow]{metrics.note}[/]"
+        yield "", "", Text(metrics.note, "yellow")
     for name in RATIOS[1:]:
         if name not in COSTS or metrics.cost_per_step:
             yield LABELS[name], figure_text(metrics, name), ""
