@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from streamrl.cli.main import end_by_signals
 from streamrl.cli.shared import sole_writer
 from streamrl.runfile.files import write_run
 from tests.command_line import streamrl
@@ -355,6 +359,43 @@ from streamrl.cli import main
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGTERM, "terminated"), (signal.SIGHUP, "the terminal was closed")],
+)
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_a_signal_ends_a_command_as_ctrl_c_does(
+    number: signal.Signals,
+    said: str,
+    is_in_loop: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def work() -> None:
+        with TemporaryDirectory(dir=tmp_path):
+            signal.raise_signal(number)
+            await asyncio.sleep(60)
+
+    with pytest.raises(SystemExit) as ended, end_by_signals():
+        if is_in_loop:
+            asyncio.run(work())
+        with TemporaryDirectory(dir=tmp_path):
+            signal.raise_signal(number)
+    assert ended.value.code == 128 + number and not [*tmp_path.iterdir()]
+    assert capsys.readouterr().err == f"streamrl: {said}\n"
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with end_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_samples_of_a_simulated_run_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fcntl import F_GETFL, fcntl
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, ClassVar
 
 import typer
@@ -20,6 +25,8 @@ from streamrl.runfile.escaping import visible
 STDERR = 2
 WRONG_INPUT = 2
 FAILED = 1
+ENDS = {signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal was closed"}
+"""Signals that end a command, with what is printed."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in a shell."""
 MOST_LINE_CHARS = 1000
@@ -199,7 +206,7 @@ def main() -> None:
                 errors="replace"
             )  # a character that the terminal cannot show is not an error
     try:
-        with log_to_stderr(), UNTIL_END:
+        with log_to_stderr(), end_by_signals(), UNTIL_END:
             app(prog_name="streamrl")
     except ValueError as error:
         if isinstance(error, OSError):  # `UnreadableError`
@@ -226,6 +233,41 @@ def main() -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         _say(text + disk_remedy(error))
         sys.exit(FAILED)
+
+
+@contextmanager
+def end_by_signals() -> Iterator[None]:
+    """Let the signals of `ENDS` end a command as Ctrl-C does, with one line and their own exit status.
+
+    So a command removes its temporary files. A second signal ends the process at once. A signal that this process was
+    started to ignore, as with nohup, stays ignored.
+    """
+    received: list[signal.Signals] = []
+
+    def obey(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+        for each in obeyed:
+            signal.signal(each, signal.SIG_DFL)
+        interrupt = signal.getsignal(
+            signal.SIGINT
+        )  # such as that of asyncio, which cancels its task
+        (interrupt if callable(interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    obeyed = [each for each in ENDS if is_main and signal.getsignal(each) == signal.SIG_DFL]
+    for each in obeyed:
+        signal.signal(each, obey)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if not received:
+            raise
+        with suppress(OSError):  # the terminal was closed
+            _say(ENDS[received[0]])
+        sys.exit(128 + received[0])
+    finally:
+        for each in obeyed:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _is_read_only(descriptor: int) -> bool:
