@@ -475,6 +475,18 @@ def test_another_option_in_the_plan_file_is_named_by_its_number(tmp_path: Path) 
     assert f"plan.toml holds option 2, {plan.options[1].labels[0]}" in text
 
 
+def test_a_run_file_that_was_edited_after_its_plan_is_told_first(tmp_path: Path) -> None:
+    directory = write_planned(tmp_path / "plan")
+    file, plan = directory / "plan.toml", read_plan(directory / "plan.json")
+    write_plan(replace(plan, run_file=hashlib.sha256(file.read_bytes()).hexdigest()), directory)
+    assert "was edited" not in make_page(read_report([directory])).answer
+    file.write_text(file.read_text().replace("scale = 0.4", "scale = 0.3"))
+    report = read_report([directory])
+    told = "plan/plan.toml was edited after it was planned: times and costs of this plan are those before"
+    assert make_page(report).answer.startswith(told)
+    assert str(describe(report)["answer"]).startswith(told)
+
+
 def test_a_run_of_other_lengths_is_not_the_plan(tmp_path: Path) -> None:
     plan = write_planned(tmp_path / "plan")
     text = (plan / "plan.toml").read_text()

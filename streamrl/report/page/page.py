@@ -59,6 +59,7 @@ from streamrl.report.pictures.drawing import COLOURS, element, rules, swatch
 from streamrl.report.words import NBSP, pool_words
 from streamrl.runfile.escaping import visible
 from streamrl.runfile.formatting import listing
+from streamrl.sim.planner.plan import PLAN_TOML
 
 
 class Report(NamedTuple):
@@ -131,12 +132,17 @@ def plan_of(sources: Sources, chosen: Option | None) -> PlanMade | None:
     return sources.plans[0] if chosen is not None and chosen.kind == "plan" else None
 
 
+EDITED = (
+    "was edited after it was planned: times and costs of this plan are those before the edit, prices and keys of its "
+    "run file are those after it. Plan again."
+)
+
+
 def _answer(sources: Sources, options: list[Option]) -> str:
-    chosen = chosen_of(options)
-    made = plan_of(sources, chosen)
-    if made is None or chosen is None:
-        return answer_of(sources, options)
-    return lead_of(made)
+    """Return the answer, after a warning for each plan whose run file was edited."""
+    made = plan_of(sources, chosen_of(options))
+    edited = [f"{Path(each.name, PLAN_TOML)} {EDITED}" for each in sources.plans if each.is_edited]
+    return " ".join([*edited, answer_of(sources, options) if made is None else lead_of(made)])
 
 
 def _kind(sources: Sources, chosen: Option | None) -> str:

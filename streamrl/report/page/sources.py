@@ -32,7 +32,7 @@ from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run
 from streamrl.runfile.paths import paths_of
-from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, Plan, read_plan
+from streamrl.sim.planner.plan import PLAN_JSON, PLAN_TOML, Plan, digest_of_file, read_plan
 
 REPORTED = (TRACE, PLAN_JSON, STUDY_CSV, AGAINST_JSON)
 
@@ -93,6 +93,8 @@ class PlanMade:
     model: ModelShape
     inputs: Mapping[str, str]
     """As for a recorded run."""
+    is_edited: bool = False
+    """Whether plan.toml is another file than the one that was planned."""
 
 
 class RecordedComparison(NamedTuple):
@@ -160,14 +162,15 @@ def _read_directory(directory: Path, name: str, sources: Sources) -> None:
 
 
 def _read_plan(path: Path, name: str) -> PlanMade:
-    run, directory = load_run(path.parent / PLAN_TOML), path.parent
+    run, directory, plan = load_run(path.parent / PLAN_TOML), path.parent, read_plan(path)
     return PlanMade(
         name=name,
         path=path,
-        plan=read_plan(path),
+        plan=plan,
         run=run,
         model=_load_kept_model(with_kept_inputs(run, directory).model, run.model.path),
         inputs=kept_names(paths_of(run), directory),
+        is_edited=plan.run_file not in ("", digest_of_file(directory / PLAN_TOML)),
     )
 
 
