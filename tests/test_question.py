@@ -290,6 +290,7 @@ def test_init_checks_what_is_given_before_it_asks(tmp_path: Path) -> None:
         ([*FLAGS, "--minimum-term", "1"], "--minimum-term: '1' needs a unit"),
         ([*FLAGS, "--gpus", "4xH100@owned", "--minimum-term", "1 h"], "applies to rented GPUs"),
         ([*FLAGS, "--budget", "much"], "--budget: 'much' is no number of dollars"),
+        ([*FLAGS, "--budget", "$1,5"], "--budget: '$1,5' is no number of dollars"),
         ([*FLAGS, "--steps", "many"], "--steps: 'many' must be a whole number"),
         ([*FLAGS, "--algorithm", "sft"], "algorithm.name must be one of"),
         (["examples/plan-7b.toml", "--steps", "3"], "--steps: a run file says this"),

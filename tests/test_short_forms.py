@@ -78,7 +78,15 @@ def test_a_model_has_the_name_of_its_profile() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("32k", 32_000), ("32K", 32_000), ("32Ki", 32_768), ("1.5k", 1_500), ("2m", 2_000_000)],
+    [
+        ("32k", 32_000),
+        ("32K", 32_000),
+        ("32Ki", 32_768),
+        ("1.5k", 1_500),
+        ("2m", 2_000_000),
+        ("1,024", 1024),
+        ("1,234,567", 1_234_567),
+    ],
 )
 def test_a_number_may_be_short(text: str, count: int) -> None:
     assert count_of(text) == count
@@ -90,7 +98,25 @@ def test_a_large_number_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "1.5", "32q", "-3k", "1.0001k", "1e3", "nan", "\N{ARABIC-INDIC DIGIT THREE}"]
+    "text",
+    [
+        "",
+        "k",
+        "1.5",
+        "32q",
+        "-3k",
+        "1.0001k",
+        "1e3",
+        "nan",
+        "\N{ARABIC-INDIC DIGIT THREE}",
+        "1,5k",
+        "3,2Ki",
+        "1,5",
+        "12,34",
+        "1234,567",
+        "1,000,5",
+        "1.5,000",
+    ],
 )
 def test_what_is_no_whole_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):

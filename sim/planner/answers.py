@@ -15,7 +15,7 @@ from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.python_values import Changes, apply_changes
 from streamrl.runfile.short_forms import model_keys, read_offer
-from streamrl.runfile.units import count_of
+from streamrl.runfile.units import count_of, without_thousands_marks
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.planner.first_answer import (
     FirstAnswer,
@@ -60,7 +60,7 @@ def read_answer(name: str, value: str | float) -> str | int | float:
     """Return the answer to a question of one name: numbers stay, and texts are read."""
     try:
         if name == "budget":
-            return float(str(value).lstrip("$").replace(",", ""))
+            return float(without_thousands_marks(str(value).lstrip("$")))
         return count_of(str(value)) if name in COUNTS else str(value)
     except ValueError as error:
         text = f"{value!r} is no number of dollars" if name == "budget" else error

@@ -218,13 +218,21 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|ki|mi)?", re.IGNORECASE | re.ASCII)
 _SCALES = {"": 1, "k": 1000, "m": 1_000_000, "ki": 1024, "mi": 1024**2}
 
 
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
+
+
+def without_thousands_marks(text: str) -> str:
+    """Return a text without the commas between groups of three digits. Others stay, such as a decimal comma."""
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+
+
 def count_of(text: str) -> int:
     """Return a whole number that may be short: 32,000 for "32k", 32,768 for "32Ki".
 
     Raises:
         ValueError: it is no number, or no whole one.
     """
-    match = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    match = _COUNT.fullmatch(without_thousands_marks(text.strip()).replace("_", ""))
     if match is None:
         raise ValueError(f"{text!r} must be a whole number, such as 32000, '32k' or '32Ki'")
     number = Fraction(match[1]) * _SCALES[(match[2] or "").lower()]
