@@ -255,6 +255,15 @@ def test_an_empty_column_of_a_table_is_no_id(tmp_path: Path) -> None:
     assert read_rollouts(str(tmp_path / "in.csv")).groups == [[5], [6]]
 
 
+def test_a_line_below_the_header_is_no_comment(tmp_path: Path) -> None:
+    texts = [f"Do it\n# Part {part}\nnow" for part in "AB"]
+    rows = "".join(f'"{text}",{length}\n' for text, length in zip(texts, (5, 6), strict=True))
+    (tmp_path / "in.csv").write_text(f"# Rollouts\n# of a run\nprompt,output_tokens\n{rows}#1,7\n")
+    found = read_rollouts(str(tmp_path / "in.csv"))
+    assert found.groups == [[5], [6], [7]]
+    assert [record["prompt"] for record in found.records] == [*texts, "#1"]
+
+
 def test_a_field_that_is_set_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="--field output_tokens is set twice: a, then b"):
         parse_fields(["output_tokens=a", "output_tokens=b"])

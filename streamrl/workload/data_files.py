@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows below the header; lines that begin with # are skipped.
+    """Return the rows below the header; lines above it that begin with # are skipped.
 
     Raises:
         ValueError: the file cannot be read; the message begins with its path.
@@ -81,9 +81,9 @@ def parse_number(text: str) -> float:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    for line in io.StringIO(read_text(path), newline=""):
-        if not line.startswith("#"):
-            yield line
+    """Return the lines from the header on. A later line that begins with # is a row, or a part of a quoted cell."""
+    lines = io.StringIO(read_text(path), newline="")
+    return dropwhile(lambda line: line.startswith("#"), lines)
 
 
 Row = dict[str, Any]
