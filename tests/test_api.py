@@ -79,6 +79,10 @@ def test_an_unknown_name_of_the_api_is_an_attribute_error_that_names_it() -> Non
         ("plan", ["run.toml"], "plan: run must be what load_run or load_offer returns, got .* str"),
         ("sweep", [api.load_offer(RUN_FILE), {}], "sweep: run must be a run, the path"),
         ("load_run", [api.load_run(RUN_FILE)], "load_run: source must be the path .* type Run$"),
+        ("load_model", ["qwen2.5-7b"], "load_model: model must be the section model of a run"),
+        ("load_jobs", [3], "load_jobs: path must be a path or its text, got a value of type int"),
+        ("write_run", [api.load_run(RUN_FILE), None], "write_run: path must be a path or its"),
+        ("change_run", [api.load_run(RUN_FILE), 5], "change_run: overrides must be texts 'key="),
         ("measure", ["trace.jsonl"], "measure: trace must be a trace, as simulate or read_trace"),
         ("metrics_table", [3], "metrics_table: metrics must be metrics, as measure returns"),
         ("plan_report", ["plan.json"], "plan_report: plan must be a plan, as read_plan returns it"),
@@ -89,6 +93,17 @@ def test_an_argument_of_a_wrong_type_is_named_with_what_it_must_be(
 ) -> None:
     with pytest.raises(TypeError, match=error):
         getattr(api, name)(*arguments)
+
+
+def test_a_number_of_seeds_is_a_whole_number() -> None:
+    run = api.load_run(RUN_FILE)
+    with pytest.raises(TypeError, match="sweep: seeds must be a whole number, got a value of type"):
+        api.sweep(run, {"rollout.replicas": [4]}, seeds="3")  # type: ignore[arg-type]  # a wrong type
+
+
+def test_a_cluster_file_is_named_by_a_path_or_its_text() -> None:
+    path = Path(RUN_FILE).parent / "clusters" / "two-jobs.toml"
+    assert api.load_jobs(str(path)) == api.load_jobs(path)
 
 
 def test_the_report_of_a_plan_asks_for_the_plan_of_the_result() -> None:

@@ -43,6 +43,16 @@ WANTED = {
     "Path | str | Mapping[str, Any]": Wanted(
         "the path of a run file or a dict of its tables", SOURCE
     ),
+    "Path | str": Wanted("a path or its text", ("pathlib:Path", "builtins:str")),
+    "Changes": Wanted(
+        "texts 'key=value', or values by dotted key",
+        ("collections.abc:Mapping", "collections.abc:Iterable"),
+    ),
+    "int": Wanted("a whole number", ("numbers:Integral",)),
+    "ModelConfig": Wanted(
+        "the section model of a run, as load_run(...).model",
+        ("streamrl.runfile.cluster_config:ModelConfig",),
+    ),
     "Plan": Wanted("a plan, as read_plan returns it", (PLAN,)),
     "Trace": Wanted(
         "a trace, as simulate or read_trace returns it", ("streamrl.engine.trace:Trace",)

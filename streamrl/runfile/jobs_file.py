@@ -68,13 +68,14 @@ def is_cluster_file(path: Path) -> bool:
         return False
 
 
-def load_jobs(path: Path, overrides: Changes = ()) -> Jobs:
+def load_jobs(path: Path | str, overrides: Changes = ()) -> Jobs:
     """Read a cluster file and the run files of its jobs, with changes applied to the cluster file.
 
     Raises:
         RunError: one line that names the key, its value and what would be right.
         ValueError: a file is missing or no TOML, or the run file of a job is wrong. The error names the job.
     """
+    path = Path(path)
     table = in_full(read_any_table(path, overrides))
     raise_all(_errors(table))
     file = msgspec.convert(table, ClusterFile, dec_hook=read_quantity)
