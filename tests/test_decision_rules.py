@@ -115,6 +115,16 @@ def test_a_first_answer_that_differs_in_nothing_that_is_named_recommended_the_sa
     assert (found.option, found.reason) == (1, "")
 
 
+def test_a_first_answer_says_which_plans_it_had_no_time_to_simulate() -> None:
+    run = searched(tolerance=0.0).space.run
+    found = first_answer(run, Here(), 0.0)
+    num = len({plan.candidate for plan in found.plans})
+    told = f"time was up: {num} of these {num} plans were not simulated; on a free machine the choice may"
+    assert next(found.band_notes()).startswith(told)
+    simulated = [plan._replace(simulated_steps=8) for plan in found.plans]
+    assert "time was up" not in " ".join(found._replace(plans=simulated).notes())
+
+
 def test_a_first_answer_that_is_about_as_good_is_not_called_behind() -> None:
     search, race, chosen = settled()
     other = next(index for index in search.ranking() if index != chosen)

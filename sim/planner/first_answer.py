@@ -374,7 +374,13 @@ class FirstAnswer(NamedTuple):
         return f"First answer: {self.num_plans:,} plans estimated in {self.seconds:.0f} s"
 
     def band_notes(self) -> Iterator[str]:
-        """Yield what the bands rest on, and what the bill leaves out."""
+        """Yield which plans there was no time to simulate, what the bands rest on, and what the bill leaves out."""
+        steps = {plan.candidate: plan.simulated_steps for plan in self.plans}
+        if num_left := [*steps.values()].count(0):
+            yield (
+                f"time was up: {num_left} of these {len(steps)} plans were not simulated; on a free machine the choice "
+                "may differ"
+            )
         yield f"{self.recommended.model_error.note}, and {FEW_STEPS:.0%} for so few steps"
         if mixed := mixed_basis({p.what: p.model_error.datasheet_share for p in self.plans}):
             yield mixed
