@@ -236,6 +236,16 @@ JOB = {"name": "a", "run": "run.toml"}
             {"jobs": [{**JOB, "set": ["algorithm.stops=3"]}]},
             r"jobs.0 \(a\): algorithm.stops is not",
         ),
+        (
+            {"jobs": [{**JOB, "set": ["algorithm.steps=3", "cluster.pools.h800.price=99"]}]},
+            "jobs.0.set names cluster.pools.h800.price, which has no effect: the cluster file has",
+        ),
+        ({"jobs": [{**JOB, "set": ["plan.budget_per_day=1"]}]}, "no effect: jobs have no budgets"),
+        ({"jobs": [{**JOB, "set": ["plan.deadline='1 h'"]}]}, "no effect: a job has jobs.deadline"),
+        (
+            {"jobs": [{**JOB, "deadline": "1 h", "submitted": "3 h"}]},
+            r"jobs.0.deadline is .*, which is not after jobs.0.submitted \(.*from the start of the",
+        ),
         ({"schedule": {"slice": "1 s"}}, "schedule.slice must be in"),
         ({"schedule": {"shares": 3}}, "schedule.shares is 3, and the smallest pool has 2 nodes"),
         ({"schedule": {"sharing": ["fair"]}}, "schedule.sharing.0 must be one of equal-split"),

@@ -150,7 +150,7 @@ def parse_fields(stated: Iterable[str]) -> dict[str, str]:
     Raises:
         ValueError: a text has another form, or an unknown name.
     """
-    found = {}
+    found: dict[str, str] = {}
     for each in stated:
         name, equals, column = each.partition("=")
         if not equals or name not in FIELDS or not column:

@@ -24,7 +24,9 @@ class JobConfig(Section, frozen=True, kw_only=True):
     name: str
     """Its name in tables and file names, such as "math"."""
     run: str
-    """Path of its run file, as seen from the cluster file, such as "../plan-7b.toml"."""
+    """Path of its run file, as seen from the cluster file, such as "../plan-7b.toml". Its objective, deadline and
+    budgets (section plan) do not count.
+    """
     set: tuple[str, ...] = ()
     """Changes of its run file, each as `--set` takes it: `["algorithm.steps=500"]`."""
     priority: float = 1.0

@@ -25,6 +25,7 @@ from streamrl.runfile.field_checks import (
     sections_in,
 )
 from streamrl.runfile.files import Offer, make_offer, read_any_table, read_table
+from streamrl.runfile.formatting import format_duration
 from streamrl.runfile.jobs_config import JOBS, ClusterFile, JobConfig, ScheduleConfig
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.python_values import Changes
@@ -83,6 +84,8 @@ def load_jobs(path: Path | str, overrides: Changes = ()) -> Jobs:
     check_filled("schedule.sharing", file.schedule.sharing, "the ways of sharing to compare")
     _check_names(file.jobs)
     _check_bill(file.cluster)
+    _check_times(file.jobs)
+    _check_changes(file.jobs)
     jobs = tuple(_job(place, job, table, path.parent) for place, job in enumerate(file.jobs))
     cluster = jobs[0].offer.run.cluster  # as a run file has it
     return Jobs(cluster, jobs, file.schedule, _num_shares(cluster, file.schedule))
@@ -120,6 +123,39 @@ def _check_names(jobs: tuple[JobConfig, ...]) -> None:
         if name in names[:place]:
             text = f"jobs.{place}.name is {name!r}, as that of another job; give each job its own"
             raise RunError(f"jobs.{place}.name", name, text=text)
+
+
+def _check_times(jobs: tuple[JobConfig, ...]) -> None:
+    """Refuse a job that must end before it may start."""
+    for place, job in enumerate(jobs):
+        if job.deadline is not None and job.deadline <= job.submitted:
+            key = f"jobs.{place}.deadline"
+            end, start = format_duration(job.deadline), format_duration(job.submitted)
+            text = f"{key} is {end}, which is not after jobs.{place}.submitted ({start}); both are from the start of the schedule"
+            raise RunError(key, job.deadline, text=text)
+
+
+DECIDED = {
+    "cluster": "the cluster file has the cluster of all jobs",
+    **dict.fromkeys(
+        ("plan.deadline", "plan.objective", "plan.value_of_hour"),
+        "a job has jobs.deadline and jobs.priority, and schedule.objective is that of all jobs",
+    ),
+    "plan.budget": "jobs have no budgets",
+}
+"""Beginnings of keys that have no effect on a job, with the reason."""
+
+
+def _check_changes(jobs: tuple[JobConfig, ...]) -> None:
+    """Refuse changes of a job's run file that have no effect on a schedule."""
+    for place, job in enumerate(jobs):
+        for change in job.set:
+            name = change.partition("=")[0].strip()
+            why = next((why for key, why in DECIDED.items() if name.startswith(key)), None)
+            if why is not None:
+                key = f"jobs.{place}.set"
+                text = f"{key} names {name}, which has no effect: {why}; remove it"
+                raise RunError(key, change, text=text, problem="unused key")
 
 
 def _check_bill(cluster: ClusterConfig) -> None:
