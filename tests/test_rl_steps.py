@@ -47,6 +47,7 @@ from streamrl.sim.fidelity.scorecard import (
     OF_MANY_GPUS,
     TOTALS,
     _bias,
+    _origins,
     _told,
     partition_of,
     scorecard,
@@ -347,13 +348,23 @@ def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_c
     told = "\n".join(_told({"steps": steps, "ratios": [*pairs, doubled]}, [figure]))
     assert "The same run: 1 pairs, published 0.80 to 0.80" in told
     assert "and the sign is reversed in 1." in told
-    assert "They cover 0 of the 1 steps that are not of a page." in told
+    assert "They cover 0 of the 1 steps that are not of a page; 0 of these have fitted" in told
+    assert "The 3 whole steps that no program fitted are of" in told and "fitted ones" not in told
     assert (
         "3 of 3 whole steps that no program fitted take longer" in told
         and "10.0% too short" in told
     )
     assert "In 0 of them the faster mode" in told and "wrong in 1." in told
     assert "In 1 of 2 ratios of StreamRL's Figure 8" in told and "1 of 1 targets" in told
+
+
+def test_below_the_scorecard_stand_errors_of_fitted_steps_and_of_the_low_ends_of_ranges() -> None:
+    step = replace(ROW, stage="step", source="a/one, page", published=(10.0, 10.0))
+    fitted = replace(step, source="b/two page", is_fitted=True, predicted=(7.0, 7.0))
+    told = " ".join(_origins([replace(step, predicted=(6.0, 15.0)), fitted]))
+    assert "The 1 whole steps that no program fitted are of a/one." in told
+    assert "1 fitted ones are of b/two: 30.0% off in median, 30.0% at worst." in told
+    assert "1 of the unfitted ones are ranges" in told and "At the lower end it is 40.0%" in told
 
 
 def test_stages_of_another_generation_of_gpus_have_a_line_of_their_own() -> None:
@@ -380,9 +391,9 @@ def test_the_readme_has_the_figures_of_the_page_for_rows_that_no_program_fitted(
     readme, page = ((root / name).read_text() for name in ("README.md", "docs/fidelity.md"))
     part = readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     shown, every = ({c[0]: c for c in _cells(text)} for text in (part, page.partition("## ")[0]))
-    for name, (_, rows, *errors, band) in shown.items():
-        _, number, _, median, _, high, bias, _, banded, *_ = every[name]
-        assert [rows, *errors, band] == [number, median, high, bias, banded], name
+    for name, cells in shown.items():
+        _, number, _, median, first, high, bias, _, banded, band, *_ = every[name]
+        assert cells[1:] == [number, median, first, high, bias, band, banded], name
     free = [name for name, cells in every.items() if cells[1] != "0" and "ratios" not in name]
     assert set(free) == shown.keys() and len(free) > 10
     assert list(shown)[1].startswith("whole RL steps")

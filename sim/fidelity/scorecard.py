@@ -32,6 +32,7 @@ from streamrl.sim.fidelity.published_rows import (
     first_predictions,
     grouped,
     in_band_text,
+    middle,
     publisher,
     range_text,
     summarise,
@@ -289,15 +290,16 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
 
 def short_scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """Yield the README's table: the partitions of rows that no program fitted, whole steps first."""
-    yield f"| published | {FREE} | median | p90 | bias | {IN_BAND} |"
-    yield "|---|---|---|---|---|---|"
+    yield f"| published | {FREE} | median | first prediction | p90 | bias | band | {IN_BAND} |"
+    yield "|---|---|---|---|---|---|---|---|"
     partitions = {name: _free(rows) for name, rows in _partitions(sets).items()}
     for begin in README_ORDER:
         for name, free in partitions.items():
             if name.startswith(begin) and free:
-                found = summarise(free)
-                errors = f"{found.median:.1%} | {_high(found)} | {found.bias:+.1%}"
-                yield f"| {name}{_total(free)} | {found.rows} | {errors} | {in_band_text(found)} |"
+                found, first = summarise(free), first_error(free)
+                errors = f"{found.median:.1%} | {'' if first is None else f'{first:.1%}'} | {_high(found)} | {found.bias:+.1%}"
+                bands = f"{band_text(found)} | {in_band_text(found)}"
+                yield f"| {name}{_total(free)} | {found.rows} | {errors} | {bands} |"
 
 
 def _partitions(sets: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
@@ -361,6 +363,7 @@ def _told(sets: Mapping[str, Sequence[Row]], paper: Sequence[PaperFigure]) -> It
         yield from ("", coverage().text)
     _, banded = _banded(sets)
     if banded:
+        yield from ("", " ".join(_origins(banded)))
         yield from ("", f"{_elsewhere(banded)} {_bias(banded)}".strip())
     pairs = [row for row in sets.get("ratios", ()) if row.group == PAIRS]
     if pairs:
@@ -398,10 +401,12 @@ def _elsewhere(banded: Sequence[Row]) -> str:
     """Return the share of steps in bands, besides those of the page that has most of them."""
     pages = [" ".join(row.source.replace(",", " ").split()[:2]) for row in banded]
     ((most, _),) = Counter(pages).most_common(1)
-    others = [row.is_in_band for row, page in zip(banded, pages, strict=True) if page != most]
+    others = [row for row, page in zip(banded, pages, strict=True) if page != most]
+    fitted = sum(row.evidence != "not fitted" for row in others)
     return (
         f"Bands of whole steps cover {COVERAGE:.0%} of all steps by construction, and {BEYOND:.0%} are above and below. They cover "
-        f"{sum(map(bool, others))} of the {len(others)} steps that are not of {most}."
+        f"{sum(bool(row.is_in_band) for row in others)} of the {len(others)} steps that are not of {most}; {fitted} of these have "
+        "fitted constants. Bands of reports are wider where seconds come from datasheets or from other GPUs."
     )
 
 
@@ -428,6 +433,29 @@ def _bias(banded: Sequence[Row]) -> str:
         f"{np.median(longer or [0.0]):.1%} too short in median. {begun}Of whole steps, those of "
         f"{worst} have the largest median error: {errors[worst].median:.1%}. {_met(errors.values())}"
     )
+
+
+def _origins(banded: Sequence[Row]) -> Iterator[str]:
+    """Yield whose whole steps no program fitted, the errors of the fitted ones, and errors at the low ends of ranges."""
+    free = [row for row in banded if row.evidence == "not fitted"]
+    fitted = [row for row in banded if row.evidence != "not fitted"]
+    sources = [
+        ", ".join(sorted({row.source.replace(",", " ").split()[0] for row in some}))
+        for some in (free, fitted)
+    ]
+    if free:
+        yield f"The {len(free)} whole steps that no program fitted are of {sources[0]}."
+    if fitted:
+        errors = summarise(fitted)
+        yield (
+            f"{len(fitted)} fitted ones are of {sources[1]}: {errors.median:.1%} off in median, {errors.worst:.1%} at worst."
+        )
+    if ranges := [row for row in free if row.has_unknown_inputs]:
+        lowest = np.median([abs(row.predicted[0] / middle(row.published) - 1) for row in ranges])
+        yield (
+            f"{len(ranges)} of the unfitted ones are ranges, and their error is that of the middle. At the lower end it is "
+            f"{lowest:.1%} in median. For MoE models on GB200 that is the default, one rack."
+        )
 
 
 def _met(errors: Collection[Summary]) -> str:
