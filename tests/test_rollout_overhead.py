@@ -173,9 +173,9 @@ def test_turns_are_called_one_by_one_while_a_batch_is_full(tmp_path: Path) -> No
             return []
 
     replica, readings = Replica(), Readings()
-    save_tiny_model(tmp_path / "model", SYMBOLS)
+    save_tiny_model(tmp_path / "whole", SYMBOLS)
     setup = make_setup(
-        tmp_path / "model",
+        tmp_path / "whole",
         gpu="cpu",
         dtype="float32",
         threads=1,
