@@ -226,7 +226,9 @@ def test_a_choice_changes_with_the_price_that_it_hangs_on_and_stays_where_it_doe
         assert (verdict.other is None) == (verdict.other_value == verdict.value)
     shifted = {shift.what: shift.run for shift in shifts(run)}
     longer = shifted["lengths +20%"]
-    assert longer.rollout.max_tokens == 9600
+    assert longer.rollout.max_tokens == run.rollout.max_tokens
+    assert longer.workload.lengths is not None and run.workload.lengths is not None
+    assert longer.workload.lengths.scale == pytest.approx(1.2 * run.workload.lengths.scale)
     assert shifted["bandwidth of links -20%"].cluster.links[0].bandwidth == pytest.approx(8e9)
 
 

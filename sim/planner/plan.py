@@ -372,6 +372,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """
     is_estimate: bool = False
     """Whether `value` comes from closed forms, because no time was left to simulate it."""
+    note: str = ""
+    """Mean lengths and the share of outputs that are cut off, before and after a change of lengths."""
     breaks: list[str] = []
     """Keys of `[plan]` whose limits the chosen plan exceeds after the change."""
     time_ratio: Positive | None = None

@@ -591,6 +591,7 @@ def _change(
         settings={} if other is None else settings_of(other),
         is_used=verdict.is_used,
         is_estimate=verdict.is_estimate,
+        note=verdict.shift.note(search.space.run),
         breaks=list(verdict.breaks),
         gain=gain,
         time_ratio=verdict.seconds,

@@ -1,6 +1,7 @@
 """List the changes of a run file by which a plan is tested: lengths, training speed, bandwidth and prices.
 
-Each is 20 % lower and higher.
+Each is 20 % lower and higher. Lengths are drawn longer or shorter under the same `rollout.max_tokens`, as by
+`simulate --sweep workload.lengths.scale`: a user who guessed the mean wrong keeps the maximum.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from msgspec.structs import replace
 
 from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CostsConfig, Run
-from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 from streamrl.runfile.units import SECONDS_PER_HOUR, Bandwidth
 from streamrl.runfile.workload_config import LengthsConfig
 from streamrl.sim.planner.space import Candidate, price_per_second
+from streamrl.workload.replica_batch import mean_lengths
 
 SHARE = 0.2
 """Relative size of each change, about the error of a guess."""
@@ -39,6 +40,17 @@ class Shift(NamedTuple):
         """The thing and its change, such as "lengths +20%"."""
         return f"{self.thing} {self.factor - 1:+.0%}"
 
+    def note(self, unchanged: Run) -> str:
+        """Return what longer or shorter outputs change: mean tokens and the share that is cut off; else empty."""
+        before, after = mean_lengths(unchanged), mean_lengths(self.run)
+        if self.kind != "lengths" or before is None or after is None:
+            return ""
+        return (
+            f"outputs are drawn {self.factor:g} times as long, rollout.max_tokens stays "
+            f"{self.run.rollout.max_tokens:,}: mean {before.output:,.0f} to {after.output:,.0f} tokens, "
+            f"cut off {before.cut_off:.1%} to {after.cut_off:.1%}"
+        )
+
     def touches(self, candidate: Candidate) -> bool:
         """Return whether a plan uses the changed thing."""
         if self.kind not in ("links", "price"):
@@ -54,10 +66,7 @@ def shifts(run: Run) -> Iterator[Shift]:
     for factor in (1 - SHARE, 1 + SHARE):
         if (lengths := run.workload.lengths) is not None:
             workload = replace(run.workload, lengths=_scaled(lengths, factor))
-            rollout = _with_longest(run.rollout, factor)
-            verifier = _with_limits(run.verifier, factor)
-            changed = replace(run, rollout=rollout, workload=workload, verifier=verifier)
-            yield Shift("lengths", "lengths", factor, changed)
+            yield Shift("lengths", "lengths", factor, replace(run, workload=workload))
         faster = replace(run, costs=_with_speed(run.costs, factor))
         yield Shift("speed of training (MFU)", "training", factor, faster)
         if cluster.links:
@@ -71,22 +80,6 @@ def shifts(run: Run) -> Iterator[Shift]:
 def _scaled(lengths: LengthsConfig, factor: float) -> LengthsConfig:
     scale_to = None if lengths.scale_to is None else lengths.scale_to * factor
     return replace(lengths, scale=lengths.scale * factor, scale_to=scale_to)
-
-
-def _with_longest(rollout: RolloutConfig, factor: float) -> RolloutConfig:
-    """Scale the maximum length like the lengths, which keeps the shape of their distribution."""
-    return replace(rollout, max_tokens=max(1, round(rollout.max_tokens * factor)))
-
-
-def _with_limits(verifier: VerifierConfig, factor: float) -> VerifierConfig:
-    """Scale the lengths from which rewards are reduced. They must stay below the maximum length."""
-    rewards = tuple(
-        each
-        if each.beyond is None or each.until is None
-        else replace(each, beyond=int(each.beyond * factor), until=round(each.until * factor))
-        for each in verifier.reward
-    )
-    return replace(verifier, reward=rewards)
 
 
 def _with_speed(costs: CostsConfig, factor: float) -> CostsConfig:

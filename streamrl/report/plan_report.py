@@ -394,6 +394,9 @@ def _alterations(plan: Plan) -> Iterator[str]:
     """Yield the what-ifs after which another plan is better."""
     if not plan.sensitivity:
         yield f"no what-ifs: plan.time_limit of {plan.time_limit:.0f} s came before them"
+    for change in plan.sensitivity:
+        if change.note:
+            yield f"{change.what}: {_given(plan, change)}; {change.note}"
     others = [change for change in plan.sensitivity if change.is_other]
     for change in others:
         yield f"another choice with {change.what}: {changed_choice_text(plan, change)}"

@@ -343,7 +343,9 @@ def _total_row(plan: Plan, each: Change, *, is_paid: bool) -> list[PageCell]:
         figures = [PageCell(time_in_words(seconds), effect)]
         if is_paid:
             figures.insert(0, PageCell(money(dollars), _effect_text(each.cost_ratio)))
-    note = "estimate, not simulated" if each.is_estimate else ""
+    note = "; ".join(
+        [*(["estimate, not simulated"] if each.is_estimate else []), *filter(None, [each.note])]
+    )
     best = PageCell(_name_in(plan, plan.allocation.text))
     if each.is_other:
         best = PageCell(_name_in(plan, each.choice), _saves(plan, each))
