@@ -265,6 +265,12 @@ def test_a_key_that_execute_cannot_follow_says_so() -> None:
         ("trainer.changes", "trainer.resize"),
         ("algorithm.lr", "algorithm.learning_rate"),
         ("save_freq", "execute.checkpoint_every"),
+        ("rollout.n", "algorithm.group_size"),
+        ("rollout.val_kwargs.n", "evaluation.samples"),
+        ("max_steps", "algorithm.steps"),
+        ("gradient_accumulation_steps", "trainer.max_tokens_per_pass"),
+        ("warmup_ratio", "algorithm.optimizer.warmup_steps"),
+        ("total_epochs", "algorithm.steps"),
     ],
 )
 def test_an_unknown_key_names_the_likeliest(wrong: str, meant: str) -> None:

@@ -415,7 +415,8 @@ def _of_type(kind: Any, default: object) -> str:
 INTRODUCTION = """# Keys of a run file
 
 Every key, from the program's own structs; `streamrl explain KEY` prints the same for one key. `streamrl explain --markdown`
-writes this page. `NAME` is a name that you choose, such as a pool's.
+writes this page. `NAME` is a name that you choose, such as a pool's. `streamrl explain` also takes names of verl, TRL and
+prime-rl, such as `num_generations`, and names the key here; [options-compared.md](options-compared.md) has them in tables.
 
 A quantity has its unit: `"20 ms"`, `"1 day 2 h"`, `"80 Gbps"`, `"96 GB"`. A whole number may be short: `"32k"`. Paths
 are relative to the run file.

@@ -14,6 +14,17 @@ OTHER_NAMES: dict[str, str] = {
     "chat_template_kwargs": "workload.template_arguments",
     "filter_overlong_prompts": "workload.overlong_prompts",
     # optimization
+    "n": "algorithm.group_size",
+    "val_kwargs.n": "evaluation.samples",
+    "max_steps": "algorithm.steps",
+    "total_training_steps": "algorithm.steps",
+    "total_epochs": "algorithm.steps",
+    "num_train_epochs": "algorithm.steps",
+    "data_seed": "seed",
+    "gradient_accumulation_steps": "trainer.max_tokens_per_pass",
+    "per_device_train_batch_size": "trainer.max_tokens_per_pass",
+    "ppo_micro_batch_size_per_gpu": "trainer.max_tokens_per_pass",
+    "ppo_max_token_len_per_gpu": "trainer.max_tokens_per_pass",
     "train_batch_size": "algorithm.prompts_per_step",
     "num_generations": "algorithm.group_size",
     "lr": "algorithm.learning_rate",
@@ -25,6 +36,8 @@ OTHER_NAMES: dict[str, str] = {
     "max_norm": "algorithm.max_grad_norm",
     "lr_scheduler_type": "algorithm.optimizer.schedule",
     "lr_warmup_steps": "algorithm.optimizer.warmup_steps",
+    "lr_warmup_steps_ratio": "algorithm.optimizer.warmup_steps",
+    "warmup_ratio": "algorithm.optimizer.warmup_steps",
     "min_lr_ratio": "algorithm.optimizer.final_rate_share",
     "min_lr": "algorithm.optimizer.final_rate_share",
     "clip_ratio_low": "algorithm.clip",
@@ -64,7 +77,7 @@ OTHER_NAMES: dict[str, str] = {
     "report_to": "execute.trackers",
     "logger": "execute.trackers",
 }
-"""The key of a run file, by the last part of another framework's name."""
+"""The key of a run file, by the last parts of another framework's name."""
 NEAR_WORDS = {"trainer.changes": "trainer.resize"}
 """Other words for the topic of a key, in its section."""
 
@@ -75,8 +88,9 @@ def key_meant(key: str) -> str | None:
     In an inner section, such as `trainer.1.algorithm`, it is the key of that section.
     """
     lower = key.lower()
-    section, _, name = lower.rpartition(".")
-    meant = NEAR_WORDS.get(lower) or OTHER_NAMES.get(name)
+    section, parts = lower.rpartition(".")[0], lower.split(".")
+    ends = (".".join(parts[begin:]) for begin in range(len(parts)))
+    meant = NEAR_WORDS.get(lower) or next(filter(None, map(OTHER_NAMES.get, ends)), None)
     if meant is None:
         return None
     own, _, last = meant.rpartition(".")
