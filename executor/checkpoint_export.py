@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 
@@ -25,10 +26,12 @@ from streamrl.executor.checksums import (
     find_unlisted,
     write_checksums,
 )
+from streamrl.executor.sampling import SAMPLING_KEYS, sampling_keys
 from streamrl.executor.transfer.shared_memory import replaced_directory
-from streamrl.record.evaluation import best_step, read_evaluations
-from streamrl.record.run_directory import TRACE
+from streamrl.record.evaluation import EvaluationResult, best_step, read_evaluations
+from streamrl.record.run_directory import RUN, TRACE
 from streamrl.runfile.config import AdapterForm, CheckpointChoice, CheckpointsConfig
+from streamrl.runfile.files import read_recorded_run
 from streamrl.runfile.paths import check_writable
 from streamrl.runfile.reading import read_json
 from streamrl.runfile.result_files import listed_run_id
@@ -42,12 +45,14 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 OF_CRITIC = "critic"
 """Begin of the names of a critic's files."""
 MARKER = "exported.json"
-"""File of an exported directory with the run and the step that it is from."""
+"""File of an exported directory with the run and the step that it is from, and the sampling of its evaluations."""
 
 
 class _Exported(msgspec.Struct, frozen=True):
     run: str
     step: int
+    sampling: dict[str, Any] | None = None
+    """As `sampling_keys`; None in exports of earlier versions."""
 
 
 def choose_checkpoint(directory: Path, choice: CheckpointChoice | int) -> Checkpoint:
@@ -63,8 +68,7 @@ def choose_checkpoint(directory: Path, choice: CheckpointChoice | int) -> Checkp
     if choice == "last":
         return checkpoints.read(kept[-1])
     if choice == "best":
-        scored = [each for each in read_evaluations(directory) if each.step in kept]
-        if not scored:
+        if not (scored := _scored(directory, kept)):
             raise ValueError(
                 f"{directory}: no kept checkpoint has an evaluation score; set [evaluation] and "
                 "execute.checkpoints.keep_best, or take the last one: --step last"
@@ -74,6 +78,37 @@ def choose_checkpoint(directory: Path, choice: CheckpointChoice | int) -> Checkp
         names = ", ".join(map(str, kept))
         raise ValueError(f"{directory}: no checkpoint of step {choice}; there are {names}")
     return checkpoints.read(int(choice))
+
+
+def _scored(directory: Path, kept: Sequence[int]) -> list[EvaluationResult]:
+    return [each for each in read_evaluations(directory) if each.step in kept]
+
+
+def best_kept(directory: Path, kept: Sequence[int]) -> int | None:
+    """Return the step of the kept checkpoint with the best score; None if none has a score."""
+    scored = _scored(directory, kept)
+    return best_step(scored) if scored else None
+
+
+def say_choice(directory: Path, choice: CheckpointChoice | int, step: int) -> str:
+    """Return why `choose_checkpoint` took a step: "best avg@2 of 4 checkpoints, 0.280"."""
+    if choice != "best":
+        return "the last checkpoint" if choice == "last" else "as named"
+    scored = _scored(directory, Checkpoints(directory / "checkpoints").versions())
+    (own,) = (each for each in scored if each.step == step)
+    best = own.scores[own.main].value
+    equal = sum(each.scores[own.main].value == best for each in scored)
+    newest = f", the newest of {equal} equal ones" if equal > 1 else ""
+    checkpoints = "checkpoint" if len(scored) == 1 else "checkpoints"
+    return f"best {own.main} of {len(scored)} scored {checkpoints}, {best:.3f}{newest}"
+
+
+def exported_step(directory: Path, config: CheckpointsConfig) -> int | None:
+    """Return the step that is in the directory of `execute.checkpoints.export`; None if a run has no such export."""
+    if config.export is None or config.export.startswith(HUB):
+        return None
+    marker, run_id = _marker_in(Path(config.export)), _run_id(directory)
+    return marker.step if marker is not None and marker.run == run_id else None
 
 
 def check_export(config: CheckpointsConfig, output: Path) -> None:
@@ -117,10 +152,22 @@ def _check_free(path: Path, run_id: str, *, reads_all: bool) -> None:
 
 def _exporter_of(path: Path) -> str:
     """Return the id of the run that exported a directory; empty if none did."""
+    marker = _marker_in(path)
+    return "" if marker is None else marker.run
+
+
+def _marker_in(path: Path) -> _Exported | None:
     try:
-        return msgspec.convert(read_json(path / MARKER), _Exported).run
+        return msgspec.convert(read_json(path / MARKER), _Exported)
     except (OSError, ValueError, RecursionError):
-        return ""
+        return None
+
+
+def sampling_of_export(path: Path) -> dict[str, Any]:
+    """Return the values of `SAMPLING_KEYS` that the run of an export evaluated with; empty if the directory has none."""
+    marker = _marker_in(path)
+    found = {} if marker is None else marker.sampling or {}
+    return {key: value for key, value in found.items() if key in SAMPLING_KEYS}
 
 
 def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm) -> str:
@@ -140,16 +187,24 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
             write_checksums(Path(place))
             return _push(Path(place), target.removeprefix(HUB), checkpoint.version)
     path = Path(target)
-    run_id = _run_id(checkpoint.path.parents[1])
+    directory = checkpoint.path.parents[1]
+    run_id = _run_id(directory)
     _check_free(path, run_id, reads_all=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(path) as partial:
         _copy(checkpoint.path, partial, adapters)
         if run_id:
-            marker = _Exported(run_id, checkpoint.version)
+            marker = _Exported(run_id, checkpoint.version, _sampling_in(directory))
             (partial / MARKER).write_bytes(msgspec.json.encode(marker))
         write_checksums(partial)
     return str(path)
+
+
+def _sampling_in(directory: Path) -> dict[str, Any] | None:
+    if not (directory / RUN).is_file():
+        return None
+    run = read_recorded_run(directory / RUN)
+    return sampling_keys(run.evaluation, run.rollout)
 
 
 def _copy(checkpoint: Path, target: Path, adapters: AdapterForm) -> None:

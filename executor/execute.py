@@ -288,7 +288,11 @@ def carry_out(
 
 def export_at_end(directory: Path, config: CheckpointsConfig) -> None:
     """Export a checkpoint of a run that has all its steps; raise `ExportError` if that fails."""
-    from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+    from streamrl.executor.checkpoint_export import (
+        choose_checkpoint,
+        export_checkpoint,
+        say_choice,
+    )
 
     assert config.export is not None, "the caller has checked it"
     step = "last"
@@ -296,13 +300,14 @@ def export_at_end(directory: Path, config: CheckpointsConfig) -> None:
         checkpoint = choose_checkpoint(directory, config.choice)
         step = str(checkpoint.version)
         place = export_checkpoint(checkpoint, config.export, config.adapters)
+        reason = say_choice(directory, config.choice, checkpoint.version)
     except (ValueError, RuntimeError, OSError) as error:
         words = ["streamrl", "checkpoint", "export", str(directory), "--step", step]
         how = shlex.join([*words, "--adapters", config.adapters, "-o", "DIR"])
         raise ExportError(
             f"execute.checkpoints.export: {error}; the run is complete, export it again with: {how}"
         ) from error
-    logger.info(f"step {checkpoint.version} is exported to {place}")
+    logger.info(f"step {checkpoint.version} is exported to {place}: {reason}")
 
 
 def joined(roles: PlacedRoles) -> AbstractContextManager[None]:

@@ -78,6 +78,24 @@ def sampling_of(config: EvaluationConfig, rollout: RolloutConfig) -> Sampling:
     return Sampling(temperature=temperature, truncation=truncation)
 
 
+SAMPLING_KEYS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("max_tokens", "stop", "stop_token_ids"),
+)
+"""Keys of `[rollout]` that decide which tokens an evaluation samples, and where a rollout ends."""
+
+
+def sampling_keys(config: EvaluationConfig | None, rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the values of `SAMPLING_KEYS` in evaluations, without empty ones: the own value, otherwise that of training."""
+    found = {}
+    for key in SAMPLING_KEYS:
+        own = getattr(config, key, None)
+        value = getattr(rollout, key) if own is None else own
+        if value is not None and value != ():
+            found[key] = value
+    return found
+
+
 def truncated(
     scaled: torch.Tensor, truncation: Truncation, sampled: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -10,19 +10,24 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from streamrl.cli.evaluate import run_to_evaluate
 from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checkpoint_export import (
     check_export,
     choose_checkpoint,
     export_checkpoint,
+    say_choice,
 )
 from streamrl.executor.checkpoints import POSITION, Checkpoints, Position, Retention
 from streamrl.executor.checksums import CHECKSUMS, find_damage
+from streamrl.executor.sampling import sampling_keys
 from streamrl.record.evaluation import EVALUATIONS, EvaluationResult, Score
 from streamrl.record.run_directory import RUN, TRACE
 from streamrl.runfile.config import CheckpointsConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import encode_run
 from streamrl.runfile.result_files import write_results
 from streamrl.sim.world import simulate
@@ -160,6 +165,46 @@ def test_a_run_replaces_its_own_export_and_nothing_else(tmp_path: Path) -> None:
     (target / "config.json").write_text("mine")
     with pytest.raises(ValueError, match=r"config.json has 4 of \d+ bytes"):
         check_export(config, run)
+
+
+def test_an_export_of_the_best_says_why_and_the_list_marks_it(tmp_path: Path) -> None:
+    run, target = recorded(tmp_path / "run", "a1", 4, 5), tmp_path / "model"
+    config = CheckpointsConfig(export=str(target), choice="best")
+    recipe = small_run()
+    recipe = replace(recipe, execute=replace(recipe.execute, checkpoints=config))
+    (run / RUN).write_bytes(encode_run(recipe))
+    evaluated(run, v4=0.8, v5=0.1)
+    assert say_choice(run, "best", 4) == "best avg@1 of 2 scored checkpoints, 0.800"
+    export_checkpoint(choose_checkpoint(run, "best"), str(target), "merged")
+    found = json.loads(streamrl("checkpoint", "list", str(run), "--json").stdout)
+    assert [(each["step"], each["best"], each["exported"]) for each in found] == [
+        (4, True, True),
+        (5, False, False),
+    ]
+    assert "best, exported to" in streamrl("checkpoint", "list", str(run)).stdout
+    evaluated(run, v4=0.8, v5=0.8)
+    assert say_choice(run, "best", 5).endswith("0.800, the newest of 2 equal ones")
+
+
+def test_an_export_is_evaluated_with_the_sampling_of_its_run(tmp_path: Path) -> None:
+    run, target = recorded(tmp_path / "run", "a1", 4), tmp_path / "model"
+    own = {"rollout.stop": ["<end>"], "rollout.top_p": 0.95, "rollout.max_tokens": 32}
+    recipe = small_run(own)
+    cold = replace(recipe, evaluation=EvaluationConfig(prompts="a.jsonl", temperature=0.0))
+    options = {"prompts": "a.jsonl", "scorer": "exact"}
+    for each, temperature in ((recipe, 1.0), (cold, 0.0)):
+        (run / RUN).write_bytes(encode_run(each))
+        export_checkpoint(choose_checkpoint(run, "last"), str(target), "merged")
+        found, _ = run_to_evaluate(target, "last", options, ())
+        assert sampling_keys(found.evaluation, found.rollout) == {
+            "temperature": temperature,
+            "top_p": 0.95,
+            "min_p": 0.0,
+            "max_tokens": 32,
+            "stop": ("<end>",),
+        }
+    found, _ = run_to_evaluate(target, "last", {**options, "temperature": 0.5}, ())
+    assert found.evaluation is not None and found.evaluation.temperature == 0.5
 
 
 def test_missing_parents_of_an_export_are_made(tmp_path: Path) -> None:

@@ -32,24 +32,32 @@ RunPath = Annotated[
 
 @checkpoint.command("list", cls=PlainCommand)
 def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
-    """List a run's checkpoints with their evaluation scores.
+    """List a run's checkpoints with their evaluation scores; mark the best and the exported one.
 
     Example: streamrl checkpoint list runs/quickstart
     """
+    from rich.markup import escape
     from rich.table import Table
 
+    from streamrl.executor.checkpoint_export import best_kept, exported_step
     from streamrl.executor.checkpoints import Checkpoints
 
-    _run_in(run)
+    config = _run_in(run).execute.checkpoints
     scores = {result.step: result.scores for result in read_evaluations(run)}
     kept = Checkpoints(run / "checkpoints").versions()
+    best, exported = best_kept(run, kept), exported_step(run, config)
     if as_json:
-        print_json([{"step": step, "scores": scores.get(step, {})} for step in kept])
+        facts = [{"step": s, "best": s == best, "exported": s == exported} for s in kept]
+        print_json([{**each, "scores": scores.get(each["step"], {})} for each in facts])
         return
-    table = Table("step", "scores", box=None)
+    table = Table("step", "scores", "", box=None)
     for step in kept:
         own = ", ".join(f"{name} {score}" for name, score in scores.get(step, {}).items())
-        table.add_row(str(step), own or "not evaluated")
+        marks = [
+            *(["best"] if step == best else []),
+            *([f"exported to {config.export}"] if step == exported else []),
+        ]
+        table.add_row(str(step), own or "not evaluated", escape(", ".join(marks)))
     stdout_console().print(table)
 
 
@@ -75,15 +83,21 @@ def export(
 
     Example: streamrl checkpoint export runs/quickstart -o build/model --step best
     """
-    from streamrl.executor.checkpoint_export import choose_checkpoint, export_checkpoint
+    from streamrl.executor.checkpoint_export import (
+        choose_checkpoint,
+        export_checkpoint,
+        say_choice,
+    )
     from streamrl.executor.directory_lock import HIDDEN
 
     os.umask(HIDDEN[_run_in(run).execute.readers])
     if not output.startswith(HUB):
         claim_directory(Path(output))
-    chosen = choose_checkpoint(run, step_of(step))
+    choice = step_of(step)
+    chosen = choose_checkpoint(run, choice)
     place = export_checkpoint(chosen, output, _form_of(adapters))
-    echo(f"step {chosen.version}: {place}")
+    why = f" ({say_choice(run, choice, chosen.version)})" if choice == "best" else ""
+    echo(f"step {chosen.version}: {place}{why}")
 
 
 def _run_in(directory: Path) -> Run:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
@@ -25,7 +26,7 @@ from streamrl.record.evaluation import (
     read_evaluations,
 )
 from streamrl.record.run_directory import RUN
-from streamrl.report.evaluation_table import evaluations_table, say_difference, sources_table
+from streamrl.report.evaluation_table import evaluations_table, say_difference
 from streamrl.runfile.config import CheckpointsConfig, Run
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.files import change_run, load_run, read_recorded_run
@@ -44,6 +45,8 @@ REWARDS = "verifier.reward="
 """Start of a `--set` that names all scorers, with their keys, such as the signature of a function."""
 KEPT = (RUN, EVALUATED, EVALUATIONS)
 """Files that `--output` keeps of each evaluation."""
+_Samplings: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""By model: the keys of its sampling."""
 
 
 def evaluate(
@@ -101,6 +104,7 @@ def evaluate(
     Example: streamrl evaluate build/model --prompts held-out.jsonl --scorer exact --against runs/a
     """
     from streamrl.executor.execute import NAMES, carry_out, check_executable
+    from streamrl.executor.sampling import sampling_keys
 
     set_verbosity(verbose, quiet)
     if output is not None:
@@ -113,7 +117,7 @@ def evaluate(
         "temperature": temperature,
     }
     options = {name: value for name, value in stated.items() if value is not None}
-    found = {}
+    found, samplings = {}, {}
     models = [model] if against is None else [model, against]
     runs = [run_to_evaluate(each, step, options, overrides or ()) for each in models]
     for run, _ in runs[1:]:
@@ -129,13 +133,14 @@ def evaluate(
                 raise typer.Exit(128 + error.signal) from None
             found[str(each)] = replace(_result_in(directory, each), step=version)
             config = run.evaluation
+            samplings[str(each)] = sampling_keys(config, run.rollout)
             if output is not None:
                 keep_results(directory, output / str(number), run.execute.readers, version)
     assert config is not None, "the run of an evaluation has one"
     if as_json:
-        print_json(_as_json(found, config))
+        print_json(_as_json(found, config, samplings))
     else:
-        _show(found, config)
+        _show(found, config, samplings)
 
 
 def run_to_evaluate(
@@ -163,8 +168,14 @@ def run_to_evaluate(
                 f"{path} is a model, no run: name its --prompts and its --scorer, or scorers with their keys "
                 "(--set verifier.reward=...), or the environment of its episodes (--set environment.implementation=...)"
             )
+        from streamrl.executor.checkpoint_export import sampling_of_export
+
+        sampling = sampling_of_export(path)
+        if sampling.get("temperature") == 0:  # only evaluations have it
+            options = {"temperature": sampling.pop("temperature"), **options}
         given = {
             **OF_A_MODEL,
+            "rollout": {**OF_A_MODEL["rollout"], **sampling},
             "model": {"path": str(path.absolute()), "dtype": "float32"},
             "workload": {"prompts": str(Path(options["prompts"]).absolute())},
             **({"verifier": {"scorer": options["scorer"]}} if "scorer" in options else {}),
@@ -225,8 +236,14 @@ def _result_in(directory: Path, model: Path) -> EvaluationResult:
     return results[-1]
 
 
-def _as_json(found: Mapping[str, EvaluationResult], config: EvaluationConfig) -> dict[str, Any]:
-    table: dict[str, Any] = {"evaluations": {name: asdict(each) for name, each in found.items()}}
+def _as_json(
+    found: Mapping[str, EvaluationResult], config: EvaluationConfig, samplings: _Samplings
+) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "evaluations": {
+            name: {**asdict(each), "sampling": samplings[name]} for name, each in found.items()
+        }
+    }
     if len(found) > 1:
         one, other = found.values()
         changes = difference(one, other, config)
@@ -237,15 +254,32 @@ def _as_json(found: Mapping[str, EvaluationResult], config: EvaluationConfig) ->
     return table
 
 
-def _show(found: Mapping[str, EvaluationResult], config: EvaluationConfig) -> None:
+def _show(
+    found: Mapping[str, EvaluationResult], config: EvaluationConfig, samplings: _Samplings
+) -> None:
     console = stdout_console()
     for name, result in found.items():
         console.print(f"{name}: {result.num_prompts} prompts x {result.samples} rollouts")
+        echo(say_sampling(samplings[name]))
         console.print(evaluations_table([result]))
-        if result.sources:
-            console.print(sources_table(result))
     if len(found) > 1:
         one, other = found.values()
         for name, each in difference(one, other, config).items():
             first, second = found
             echo(say_difference(each, name, f"of {first} above {second}"))
+        first, second = samplings.values()
+        if first != second:
+            echo(
+                "The two were sampled differently, so the difference is not only that of the weights."
+            )
+
+
+def say_sampling(sampling: Mapping[str, Any]) -> str:
+    """Return a line with the keys of `[rollout]` that an evaluation was sampled with."""
+    return "sampling: " + ", ".join(f"{key} {_shown(value)}" for key, value in sampling.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value, ensure_ascii=False)
