@@ -46,6 +46,7 @@ from streamrl.record.evaluation import (
     EvaluationResult,
     Limits,
     by_prompt,
+    passes_hint,
     scores_by_source,
     scores_of,
 )
@@ -212,6 +213,7 @@ class HeldOut:
         self._write_result = write_result
         self._bounds = bounds
         self._running: _Running | None = None
+        self._is_hinted = False
         self.on_replicas: dict[int, int] = {}
         """Replica of each rollout that is generated now, by its number there."""
 
@@ -330,6 +332,9 @@ class HeldOut:
             return
         result = self._result(running, now)
         logger.info(f"evaluation{self._of(result.step)}: {say(result)}")
+        if (hint := passes_hint(result, self._config)) and not self._is_hinted:
+            self._is_hinted = True
+            logger.warning(hint)
         self._write_result(result)
 
     def _of(self, version: int) -> str:

@@ -36,6 +36,7 @@ from streamrl.record.evaluation import (
     half_width,
     mean_of,
     pass_at,
+    passes_hint,
     quantile,
     read_evaluations,
     scores_by_source,
@@ -295,6 +296,38 @@ def test_an_interval_of_rewards_ends_at_what_their_scorers_can_give() -> None:
     )
     found = difference(one, other, config)["avg@1"].score
     assert (found.low, found.high) == (-1.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "bounds", "told"),
+    [
+        ([0.4, 0.5], None, "the highest reward was 0.5; lower it if"),
+        ([0.4, 0.5], (0.0, 0.7), "the highest possible reward is 0.7; lower it"),
+        ([1.2, 1.5], None, "the lowest reward was 1.2; raise it if"),
+        ([0.4, 0.5], (0.0, 1.0), ""),
+        ([0.4, 1.1], None, ""),
+        ([0.0, 0.0], None, ""),
+    ],
+)
+def test_a_bound_of_pass_at_k_that_rewards_cannot_tell_apart_has_a_hint(
+    rewards: list[float], bounds: tuple[float, float] | None, told: str
+) -> None:
+    config = EvaluationConfig(samples=2)
+    found = EvaluationResult(
+        step=1,
+        time=0.0,
+        seconds=1.0,
+        num_prompts=1,
+        samples=2,
+        confidence=0.95,
+        scores={},
+        mean_tokens=1.0,
+        truncated_share=0.0,
+        bounds=bounds,
+        rewards={0: rewards},
+    )
+    hint = passes_hint(found, config)
+    assert told in hint and bool(hint) == bool(told)
 
 
 def test_the_bounds_of_a_reward_are_those_of_its_weighted_scorers() -> None:

@@ -146,6 +146,26 @@ def values_of(
     return {name: values for name, values in found.items() if values}
 
 
+def passes_hint(result: EvaluationResult, config: EvaluationConfig) -> str:
+    """Return a line if no reward, or every reward, of an evaluation counts as solved though rewards differ; else empty.
+
+    Equal rewards give no hint: they are those of a policy that solves no prompt, or all. Nor do rewards whose known
+    bounds have `passes_at` between them.
+    """
+    seen = {reward for own in result.rewards.values() for reward in own}
+    least, most = result.bounds or (min(seen, default=0.0), max(seen, default=0.0))
+    at, is_known = f"evaluation.passes_at is {config.passes_at:g}", result.bounds is not None
+    if len(seen) > 1 and most < config.passes_at:
+        told = f"no rollout counts as solved: {at}, and the highest {{}} {most:g}; lower it"
+    elif len(seen) > 1 and least >= config.passes_at:
+        told = f"every rollout counts as solved: {at}, and the lowest {{}} {least:g}; raise it"
+    else:
+        return ""
+    if is_known:
+        return told.format("possible reward is")
+    return told.format("reward was") + " if that is not what solving a prompt means"
+
+
 def scores_of(
     rewards: dict[int, list[float]], config: EvaluationConfig, bounds: Limits | None = None
 ) -> dict[str, Score]:
