@@ -32,7 +32,9 @@ RunPath = Annotated[
 
 @checkpoint.command("list", cls=PlainCommand)
 def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
-    """List a run's checkpoints with their evaluation scores; mark the best and the exported one.
+    """List a run's checkpoints with their evaluation scores.
+
+    The best and the exported one are marked.
 
     Example: streamrl checkpoint list runs/quickstart
     """
