@@ -153,7 +153,7 @@ def test_a_change_is_told_in_dollars_and_hours_of_the_whole_run(tmp_path: Path) 
     assert rows[0] == ["nothing changes", "$200", "10 hours", ""]
     assert rows[1] == ["lengths +20%", "$250", "12 hours", "1 · recommended"]
     assert table.rows[1][0].note.startswith("estimate, not simulated; outputs are drawn 0.8 times")
-    (line,) = [
+    (*_, line) = [
         line
         for line in printed(plan_report(read_plan(directory / "plan.json"), details=True))
         if "lengths +20%" in line
