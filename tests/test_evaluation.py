@@ -318,6 +318,15 @@ def test_seconds_of_evaluations_belong_to_no_step_and_to_the_whole_run() -> None
     )
 
 
+def test_seconds_of_evaluations_belong_to_no_step_after_a_roll_back() -> None:
+    keys = {"algorithm.steps": 5, "execute.checkpoint_every": 3, "evaluation": {**OWN, "every": 1}}
+    fault = {"kind": "trainer-dies-training", "step": 5}
+    steps = read_steps(checked_world(small_run({**keys, "faults": [fault]})).run())
+    assert steps.num_made > len(steps) == 5
+    before_last_step = sum(steps.evaluation_times[:-1])
+    assert sum(steps.durations()) + before_last_step == pytest.approx(steps.ended_at[-1])
+
+
 @pytest.mark.parametrize(("every", "count"), [(1, 4), (1000, 2)])
 def test_a_run_shorter_than_its_simulation_has_its_own_evaluations(every: int, count: int) -> None:
     changes = {"policies.system": "stream-async", "algorithm.steps": 3}

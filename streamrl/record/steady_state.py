@@ -358,7 +358,7 @@ class LeaderSteps:
     """The primary trainer's steps, without those that were rolled back.
 
     The first step after a loss lasts from the end of the last step that was kept. The seconds of
-    evaluations for which training waits belong to no step.
+    evaluations for which training waits belong to no step, also if that step was rolled back.
     """
 
     def __init__(self, has_turns: bool = False, evaluation: EvaluationConfig | None = None) -> None:
@@ -418,6 +418,7 @@ class LeaderSteps:
                 if trainer == LEADER:
                     del self.ended_at[self._num_saved :]
                     del self.num_generated[self._num_saved :]
+                    self._held_since_step += sum(self.held[self._num_saved :])
                     del self.held[self._num_saved :]
             case ReplicaLost() | ReplicaLeaving():
                 self.num_failures += 1
