@@ -20,7 +20,9 @@ from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.log_formats import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredStep, parse_steps, read_run_steps, write_steps
 from streamrl.logs.printed_values import read_dict, read_number
+from streamrl.record.steady_state import read_steps
 from streamrl.record.timeline import read_timeline
+from streamrl.sim.calibration.calibrate import measured_steps
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.fidelity.rl_steps import phase_seconds
 from streamrl.sim.world import simulate
@@ -713,3 +715,16 @@ def test_busy_seconds_of_steps_are_those_in_which_replicas_generate() -> None:
     ]
     assert sum(step.busy or 0.0 for step in steps) == pytest.approx(sum(generated) / 2)
     assert all(0 < (step.busy or 0.0) <= (step.step_time or 0.0) + 1e-9 for step in steps)
+
+
+def test_a_run_whose_trainer_was_restarted_has_each_step_once() -> None:
+    keys = {"algorithm.steps": 6, "execute.checkpoint_every": 3}
+    fault = {"kind": "trainer-dies-training", "step": 5}
+    trace = simulate(small_run({**keys, "faults": [fault]}))
+    measured = measured_steps(trace, "run")
+    assert [step.step for step in measured.steps] == [1, 2, 3, 5, 6]
+    assert [step.rollouts for step in measured.steps] == [4] * 5
+    assert measured.notes == ("step 4 is left out: the trainer was restarted in it",)
+    lasted = read_steps(trace).durations().tolist()
+    times = [step.step_time for step in measured.steps]
+    assert times == pytest.approx([*lasted[:3], *lasted[4:]])

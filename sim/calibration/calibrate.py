@@ -39,6 +39,7 @@ from streamrl.logs.measured_steps import (
     read_run_steps,
 )
 from streamrl.record.recorded_inputs import recorded_inputs
+from streamrl.record.steady_state import read_steps
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
@@ -52,7 +53,11 @@ from streamrl.sim.calibration.disagreement import (
     mean_tokens,
     takes_turns,
 )
-from streamrl.sim.calibration.simulated_steps import SimulatedSteps, simulate_steps
+from streamrl.sim.calibration.simulated_steps import (
+    SimulatedSteps,
+    simulate_steps,
+    without_failures,
+)
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.steady_state import UnfinishedError
@@ -585,18 +590,31 @@ def _doubts(made: Calibration) -> Iterator[str]:
 
 
 def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
-    """Return the steps of a recorded run.
+    """Return the steps of a recorded run, without those in which its trainer was restarted.
 
     Raises:
-        ValueError: it has no finished step.
+        ValueError: it has no such step that is finished.
     """
     beside = 0.0 if trace.world == "real" else Costs.load(trace.run).training.overhead_time
     steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run.policies))
+    left_out = _restarted_steps(trace, steps)
     if not steps:
-        raise ValueError(f"{name} has no finished step; calibrate from a run with at least one")
+        without = " without a restart of its trainer" if left_out else ""
+        raise ValueError(
+            f"{name} has no finished step{without}; calibrate from a run with at least one"
+        )
     return MeasuredSteps(
-        source=f"{name} ({trace.world} run)", framework="streamrl", steps=tuple(steps)
+        source=f"{name} ({trace.world} run)",
+        framework="streamrl",
+        steps=tuple(steps),
+        notes=tuple(f"step {n} is left out: the trainer was restarted in it" for n in left_out),
     )
+
+
+def _restarted_steps(trace: Trace, steps: Sequence[MeasuredStep]) -> list[int]:
+    """Return the finished steps that `steps` lacks, since the trainer was restarted in them."""
+    made, known = read_steps(trace), {step.step for step in steps}
+    return [n for n in range(made.num_before + 1, made.version + 1) if n not in known]
 
 
 def calibrate_recorded(
@@ -624,13 +642,13 @@ def calibrate_recorded(
     theirs = measured.mean("output_tokens")
     if run.workload.lengths is not None and theirs is not None:
         ours, _ = mean_tokens(SimulatedWorkload(run))
-        measured = replace(measured, notes=tuple(_note_lengths(ours, theirs)))
+        measured = replace(measured, notes=(*measured.notes, *_note_lengths(ours, theirs)))
     num_steps = len(measured.steps)
     workload = recorded_inputs(trace, file).workload
 
     def simulated(seen: Run, steps: Sequence[StepLengths]) -> SimulatedSteps:
         algorithm = replace(seen.algorithm, steps=num_steps)
-        seen = replace(seen, algorithm=algorithm, workload=workload, faults=())
+        seen = without_failures(replace(seen, algorithm=algorithm, workload=workload))
         costs = Costs.load(seen)
         filled = fill_policies(seen, costs)
         made = SimWorld(filled, costs, SimulatedWorkload(seen)).run()
@@ -641,7 +659,12 @@ def calibrate_recorded(
             raise UnfinishedError(f"stopped before step {missing[0]} of {num_steps}")
         return SimulatedSteps([by_number[step.step] for step in steps], overhead)
 
-    return calibrate_checked(run, measured, held_out, simulated, watch)
+    def simulated_apart(seen: Run, steps: Sequence[StepLengths]) -> SimulatedSteps:
+        return simulate_steps(replace(seen, workload=workload), steps)
+
+    # after a roll-back, steps have other groups than the first ones of the workload
+    follows = simulated_apart if _restarted_steps(trace, measured.steps) else simulated
+    return calibrate_checked(run, measured, held_out, follows, watch)
 
 
 def _note_lengths(ours: float, theirs: float) -> list[str]:

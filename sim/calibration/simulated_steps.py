@@ -118,7 +118,7 @@ def simulate_steps(run: Run, measured: Sequence[StepLengths]) -> SimulatedSteps:
         ValueError: the run file does not fit its profiles or the GPU memory.
         RuntimeError: the run is stuck.
     """
-    run = replace(run, faults=())
+    run = without_failures(run)
     repeats = ceil(LEAST_STEPS / len(measured))
     wanted = [*[measured[0]] * WARM_UP, *list(measured) * repeats]
     costs = Costs.load(run)
@@ -142,6 +142,11 @@ def simulate_steps(run: Run, measured: Sequence[StepLengths]) -> SimulatedSteps:
     return SimulatedSteps(
         [_mean(made[place :: len(measured)]) for place in range(len(measured))], overhead
     )
+
+
+def without_failures(run: Run) -> Run:
+    """Return a run without planned faults and random losses of trainers. No step with a restart is measured."""
+    return replace(run, faults=(), failures=replace(run.failures, trainers=False))
 
 
 def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:

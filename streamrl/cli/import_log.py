@@ -134,7 +134,7 @@ def import_log(
     files: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     if not recorded.startswith(HUB) and log_format is None and holds_run(Path(recorded)):
-        fragment, files[STEPS] = _of_run(Path(recorded), output)
+        fragment, files[STEPS], notes = _of_run(Path(recorded), output)
         kind = "streamrl"
     elif log_format == ROLLOUTS or (log_format is None and not is_agent and _is_data_set(recorded)):
         rollouts = read_rollouts(recorded, chosen, split)
@@ -196,11 +196,11 @@ def _counter(model: Path | None, characters: float) -> tuple[Tokens, str]:
     )
 
 
-def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str]:
+def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str, tuple[str, ...]]:
     file = trace_file(recorded)
     steps = measured_steps(open_trace(file), str(recorded))
     fragment = replay_trace(str(file), os.path.relpath(file, output), str(recorded))
-    return fragment, write_steps(steps.steps, steps.source)
+    return fragment, write_steps(steps.steps, steps.source), steps.notes
 
 
 def _refuse_of_data_sets(fields: dict[str, str], split: str | None) -> None:

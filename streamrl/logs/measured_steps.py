@@ -17,11 +17,13 @@ from msgspec.structs import replace
 
 from streamrl.engine.messages import (
     UNFINISHED,
+    CheckpointSaved,
     Failed,
     Generate,
     Generated,
     PromptsDrawn,
     PushWeights,
+    RunStarted,
     Score,
     Scored,
     Step,
@@ -210,7 +212,10 @@ TRAINER_COMMANDS = (Score, Train, Step)
 def read_run_steps(
     trace: Trace, overhead: float = 0.0, *, takes_turns: bool = False
 ) -> list[MeasuredStep]:
-    """Return the times of each step of the primary trainer.
+    """Return the times of each step of the primary trainer, in order.
+
+    Steps that were rolled back are left out, and so is the first step after each loss of the trainer:
+    its seconds contain the restart.
 
     Args:
         trace: the trace of a run.
@@ -220,7 +225,8 @@ def read_run_steps(
     reader = _Reader(overhead, takes_turns)
     for entry in trace.entries:
         reader.read(entry)
-    return _with_busy(reader.steps, read_timeline(trace))
+    steps = _with_busy(reader.steps, read_timeline(trace))
+    return [step for step in steps if step.step not in reader.restarted]
 
 
 def _with_busy(steps: list[MeasuredStep], timeline: Timeline) -> list[MeasuredStep]:
@@ -248,10 +254,14 @@ def _split_over_steps(span: Span, ends: list[float], busy: list[float]) -> None:
 
 
 class _Reader:
-    """The seconds and the work of the current step."""
+    """The steps that were not rolled back, and the seconds and the work of the current one."""
 
     def __init__(self, overhead: float, takes_turns: bool) -> None:
         self.steps: list[MeasuredStep] = []
+        self.restarted: set[int] = set()
+        """Steps in which the trainer was restarted. Each lasts from the end of the last step that was kept."""
+        self._saved = 0
+        """Version of the last checkpoint."""
         self._overhead = overhead
         self._takes_turns = takes_turns
         self._issued: deque[float] = deque()
@@ -261,16 +271,20 @@ class _Reader:
         """End of the step before."""
         self._ran: dict[int, float] = {}
         """Seconds of each rollout in aborted attempts."""
+        self._loaded_at = 0.0
+        self._pushed_at = 0.0
+        self._prompts: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Forget what is known of a step only."""
         self._first_sent: float | None = None
         """Time at which the first rollout of the step was sent."""
         self._last_done: float | None = None
-        self._loaded_at = 0.0
-        self._pushed_at = 0.0
         self._seconds: dict[str, float] = {"score": 0.0, "train": 0.0, "sync": 0.0}
         self._load_time = 0.0
         self._latencies: list[float] = []
-        self._prompts: dict[int, int] = {}
-        self._lengths: dict[int, int] = {}
         self._trained: list[int] = []
         self._has: set[str] = set()
 
@@ -311,8 +325,12 @@ class _Reader:
             case WeightsLoaded():
                 self._loaded_at = now
                 self._load_time = max(self._load_time, event.load_time)
+            case RunStarted(version):
+                self._saved = version
+            case CheckpointSaved(version, trainer) if trainer == LEADER:
+                self._saved = version
             case TrainerLost(trainer) if trainer == LEADER:
-                self._issued.clear()
+                self._roll_back()
             case Failed(command) if (
                 isinstance(command, TRAINER_COMMANDS) and command.trainer == LEADER
             ):
@@ -320,6 +338,15 @@ class _Reader:
                     self._issued.popleft()
             case _:
                 pass
+
+    def _roll_back(self) -> None:
+        """Return to the last checkpoint."""
+        self._issued.clear()
+        self._begin_step()
+        self.steps = [step for step in self.steps if step.step <= self._saved]
+        self._ended_at = sum(step.step_time or 0.0 for step in self.steps)
+        kept = {number for number in self.restarted if number <= self._saved}
+        self.restarted = kept | {self._saved + 1}
 
     def _take_rollout(self, event: Generated, now: float) -> None:
         ran = self._ran.pop(event.rollout, 0.0) + event.run_time
@@ -369,7 +396,4 @@ class _Reader:
             self._lengths.pop(rollout, None)
             self._prompts.pop(rollout, None)
         self._ended_at = self._free_at = now
-        self._first_sent = self._last_done = None
-        self._latencies, self._trained, self._load_time = [], [], 0.0
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        has.clear()
+        self._begin_step()
