@@ -719,7 +719,7 @@ def test_busy_seconds_of_steps_are_those_in_which_replicas_generate() -> None:
 
 def test_a_run_whose_trainer_was_restarted_has_each_step_once() -> None:
     keys = {"algorithm.steps": 6, "execute.checkpoint_every": 3}
-    fault = {"kind": "trainer-dies-training", "step": 5}
+    fault = {"kind": "trainer-dies-training", "step": 6}
     trace = simulate(small_run({**keys, "faults": [fault]}))
     measured = measured_steps(trace, "run")
     assert [step.step for step in measured.steps] == [1, 2, 3, 5, 6]

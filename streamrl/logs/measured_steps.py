@@ -342,7 +342,6 @@ class _Reader:
     def _roll_back(self) -> None:
         """Return to the last checkpoint."""
         self._issued.clear()
-        self._begin_step()
         self.steps = [step for step in self.steps if step.step <= self._saved]
         self._ended_at = sum(step.step_time or 0.0 for step in self.steps)
         kept = {number for number in self.restarted if number <= self._saved}
