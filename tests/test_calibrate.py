@@ -405,6 +405,17 @@ def test_a_simulated_run_that_was_recorded_calibrates_to_itself(tmp_path: Path) 
     assert other.returncode == 2 and "rollout.replicas: 1 in the run file, 2" in other.stderr
 
 
+@pytest.mark.parametrize("output", ["run.toml", "steps.csv"])
+def test_an_output_that_is_an_input_is_refused(output: str, tmp_path: Path) -> None:
+    write_run(small_run(KEYS), tmp_path / "run.toml")
+    (tmp_path / "steps.csv").write_text("step,step_time\n1,20\n2,20\n")
+    before = (tmp_path / output).read_bytes()
+    files = [tmp_path / "run.toml", tmp_path / "steps.csv"]
+    done = streamrl("calibrate", *files, "-o", tmp_path / output)
+    assert done.returncode == 2 and "is an input of this command" in done.stderr
+    assert (tmp_path / output).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -86,7 +86,7 @@ def calibrate(
         raise ValueError(f"--held-out must be a share from 0 to below 1, got {held_out:g}")
     run = load_run(run_file, overrides or ())
     if output is not None:
-        claim_file(output)
+        claim_file(output, inputs=(run_file, measured))
     found = _fit(run, measured, log_format, held_out)
     if found.calibration.is_empty:
         raise ValueError(f"{measured}: nothing can be fitted to it; {'; '.join(found.notes)}")

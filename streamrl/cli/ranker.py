@@ -68,7 +68,7 @@ def fit(
     from streamrl.ranker.score_files import read_known
     from streamrl.ranker.text_ranker import fit_text, write_ranker
 
-    claim_file(output)
+    claim_file(output, inputs=[source])
     known = [prompt for prompt in read_known(source, model) if prompt.text is not None]
     if not known:
         raise ValueError(f"{source}: a ranker is fitted to texts: name a column prompt or text")
@@ -122,7 +122,7 @@ def score(
     from streamrl.runfile.workload_config import WorkloadConfig
     from streamrl.workload.prompt_records import read_sources
 
-    claim_file(output)
+    claim_file(output, inputs=(Path(prompts), by))
     is_run = prompts.endswith(".toml")
     workload = load_run(prompts).workload if is_run else WorkloadConfig(prompts=prompts)
     records = [record for source in read_sources(workload) for record in source.records]

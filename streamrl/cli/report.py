@@ -20,6 +20,8 @@ from streamrl.sim.studies.rerun import simulate_as_recorded
 logger = logging.getLogger(__name__)
 
 PAGE = "report.html"
+PAGES = (".html", ".md")
+"""Ends of the names of pages, which a new page may replace."""
 
 
 def report(
@@ -60,9 +62,10 @@ def report(
         check_directory(directory)  # before a file is claimed there
     keep_private(*directories)
     target = directories[0] / PAGE if output is None else output
-    claim_file(target)
+    inputs = [file for each in directories for file in each.iterdir() if file.suffix not in PAGES]
+    claim_file(target, inputs=inputs)
     if markdown is not None:
-        claim_file(markdown, "--markdown")
+        claim_file(markdown, "--markdown", inputs)
     with blaming_figures(directories):
         found = read_report(directories)
         facts = describe(found)

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, cast
@@ -153,15 +153,17 @@ def claim_directory(path: Path) -> None:
     UNTIL_END.enter_context(sole_writer(path))
 
 
-def claim_file(path: Path, option: str = "--output") -> None:
+def claim_file(path: Path, option: str = "--output", inputs: Iterable[Path] = ()) -> None:
     """Check before any work that a result can be written to a file, and let no other command write it meanwhile.
 
     It leaves no file if the command fails.
 
     Raises:
-        ValueError: another command will write the file, or it cannot be written.
+        ValueError: the file is one of `inputs`, another command will write it, or it cannot be written.
     """
     check_no_directory(path, option)
+    if path.is_file() and any(each.exists() and each.samefile(path) for each in inputs):
+        raise ValueError(f"{option} {path} is an input of this command; name another file")
     if is_device(path):
         return
     check_writable(path.parent, option)
