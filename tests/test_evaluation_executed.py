@@ -48,6 +48,7 @@ from streamrl.record.recorded_inputs import recorded_inputs
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.workload.prompt_order import held_out_lines
+from tests.command_line import streamrl
 from tests.scripted import LengthsCost, make_world
 from tests.test_execute import execute, real_run
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
@@ -360,3 +361,8 @@ def test_a_share_of_each_data_set_is_held_out() -> None:
     assert len(lines) == 3 and sum(line < 10 for line in lines) == 2
     assert lines == held_out_lines([10, 5], 0.2, seed=3) != held_out_lines([10, 5], 0.2, seed=4)
     assert held_out_lines([10], None, seed=3) == []
+
+
+def test_a_model_is_not_compared_with_itself(tmp_path: Path) -> None:
+    done = streamrl("evaluate", tmp_path, "--against", f"{tmp_path}/")
+    assert done.returncode == 2 and "is the model itself" in done.stderr

@@ -117,6 +117,8 @@ def evaluate(
         "temperature": temperature,
     }
     options = {name: value for name, value in stated.items() if value is not None}
+    if against is not None and Path(against).resolve() == Path(model).resolve():
+        raise ValueError(f"--against {against} is the model itself; name another run or model")
     found, samplings = {}, {}
     models = [model] if against is None else [model, against]
     runs = [run_to_evaluate(each, step, options, overrides or ()) for each in models]
@@ -267,8 +269,7 @@ def _show(
         for name, each in difference(one, other, config).items():
             first, second = found
             echo(say_difference(each, name, f"of {first} above {second}"))
-        first, second = samplings.values()
-        if first != second:
+        if len({json.dumps(each, sort_keys=True) for each in samplings.values()}) > 1:
             echo(
                 "The two were sampled differently, so the difference is not only that of the weights."
             )
