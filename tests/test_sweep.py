@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from streamrl.cli.simulate_sweep import make_study, run_study
+from streamrl.cli.simulate_sweep import _say_interrupted, make_study, run_study
 from streamrl.record.metrics import RATIOS, measure
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
@@ -565,3 +565,11 @@ def test_an_interrupted_study_says_what_has_finished_and_how_to_go_on(
     then = "kept in" if has_output else "with --output DIR, an interrupted study keeps"
     said = capsys.readouterr().err
     assert re.search(rf"interrupted: 3 of 8 simulations were finished; .*{then}", said)
+
+
+def test_an_interrupted_study_without_results_says_that_nothing_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_interrupted(0, 10, tmp_path / "made" / "finished.jsonl")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "0 of 10 simulations were finished; nothing is kept" in said
