@@ -56,31 +56,19 @@ the GPU waits. With `REQUEST`, 256 rollouts wait 5.8 ms. Published are 5 to 6 ms
 Llama-2-7B on an engine of 2024 (vLLM issue 10634, and pull 11133 for the first V1 engine). With
 asynchronous scheduling 0.15 to 0.17 ms are published.
 """
-LOG_PROB_STEP, LOG_PROB_WITHIN = Duration(113.1e-6), Duration(18.22e-6)
+LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
 """Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
 requests make 407 and 13,583 tokens/s instead of 430 and 18,645 (vLLM pull 57442: Qwen2.5-0.5B on L20,
-logprobs=0, its HTTP server, 0.29). The server's JSON is a part of it. At 64 to 512 requests throughput
-is 0.67 to 0.73 of that without. Five log-probabilities a token took 35 us each in the first version
-(pull 9880). An engine in the process of a framework does all work in one thread, without JSON; nobody
-published its seconds.
-"""
-LOG_PROB = Duration(0.84 / 13_583 - 0.96 / 18_645 - LOG_PROB_STEP / 64)
-"""Seconds of each of these rollouts in the engine's own process: its CPU takes 0.84 of the time with
-log-probabilities, and 0.96 without (the same page, 64 requests). The server's process has a CPU of its
-own, 0.66 and 0.32 of which are busy, and works beside the next steps.
+logprobs=0, its HTTP server, 0.29). The server's JSON is a part of it. NeMo-RL calls vLLM in its
+process, where slicing, sending between processes and wrapping remain; no source separates them. At
+64 to 512 requests throughput is 0.67 to 0.73 of that without. Five log-probabilities a token took
+35 us each in the first version (pull 9880).
 """
 SYNCHRONIZATION = Duration(1046e-6)
 """Seconds of a step of SGLang until March 2026 with log-probabilities: 196.23 tokens/s of one request
 with a wait for the GPU, and 246.91 without (SGLang pull 20972). Its seconds per rollout are not
 published.
 """
-
-
-LOG_PROBS = {
-    "log_prob": LOG_PROB,
-    "log_prob_within": LOG_PROB_WITHIN,
-    "log_prob_step": LOG_PROB_STEP,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +94,8 @@ FITS = {
         terms=("step", "layer", "logit"),
         start=Overheads(
             request=REQUEST,
-            **LOG_PROBS,
+            log_prob=LOG_PROB,
+            log_prob_step=LOG_PROB_STEP,
             quantises_apart=True,
             pads_experts=("hopper", "blackwell"),
         ),
@@ -125,21 +114,22 @@ FITS = {
             step=WAITING,
             layer=GAPS,
             request=REQUEST,
-            **LOG_PROBS,
+            log_prob=LOG_PROB,
+            log_prob_step=LOG_PROB_STEP,
             quantises_apart=True,
             pads_experts=("hopper", "blackwell"),
         ),
         is_fitted=lambda row: False,
         note="nothing: `step` is that of vLLM 0.6, which does not schedule asynchronously either, and `request` the "
         "paper's: 5.8 ms for 256 rollouts, where 5 to 6 are published for Llama-2-7B with engines of 2024 (vLLM issue 10634, "
-        "pull 11133); `log_prob` is that of one L20 and a model of 0.5B (pull 57442); `layer` and "
+        "pull 11133); `log_prob` is that of one L20, a model of 0.5B and an HTTP server (pull 57442); `layer` and "
         "formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
     ),
     "vllm-0.19": Fit(
         name="vLLM 0.15 to 0.19",
         versions=("0.15", "0.16", "0.17", "0.18", "0.19"),
         terms=(),
-        start=Overheads(step=STEP, layer=GAPS, **LOG_PROBS),
+        start=Overheads(step=STEP, layer=GAPS, log_prob_step=LOG_PROB_STEP, log_prob=LOG_PROB),
         kernels={"gemm.fp8": "sglang", "all_reduce": "trtllm"},
         note="nothing: `step` and `layer` are those of vLLM 0.11; asynchronous scheduling hides the work for each "
         "request, and greedy sampling sorts no logits; experts in fp8 are no longer padded",
@@ -458,7 +448,6 @@ def _lines(constants: Overheads) -> list[str]:
         "request": f'"{constants.request * 1e6:.4g} us"',
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
         "log_prob": f'"{constants.log_prob * 1e6:.4g} us"',
-        "log_prob_within": f'"{constants.log_prob_within * 1e6:.4g} us"',
         "log_prob_step": f'"{constants.log_prob_step * 1e6:.4g} us"',
         "reads_cache_per_head": "true",
         "quantises_apart": "true",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,7 +29,7 @@ from streamrl.hardware.tiers import DATASHEETS, PARTITION, SPREADS, Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
-from streamrl.runfile.frameworks import returns_log_probs, shares_process
+from streamrl.runfile.frameworks import returns_log_probs
 from streamrl.runfile.gpu_pools import of_kind, of_lent
 from streamrl.runfile.roles_config import AdmissionName
 from streamrl.sim.costs.cache_transfer import CacheRoute, CacheTransfer, HostCache
@@ -319,8 +318,8 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
     """
     _check(resolved)
     run, replica = resolved.run, resolved.replica
-    asked = Asked(returns_log_probs(run.framework, run.algorithm), shares_process(run))
-    decode, prefill = _compose_replica(replica, run.costs, asked)
+    has_log_probs = returns_log_probs(run.framework, run.algorithm)
+    decode, prefill = _compose_replica(replica, run.costs, has_log_probs)
     training, sync = TrainingCosts.load(resolved), sync_costs(resolved)
     rewards = reward_costs(resolved.reward, run.costs)
     costs = Costs(
@@ -608,30 +607,23 @@ def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
     return Kernels(gpu, own.compute, backend, own.cache, kept=own.weights)
 
 
-class Asked(NamedTuple):
-    """What a run's framework asks of an inference engine."""
-
-    has_log_probs: bool
-    """The log-probability of every token."""
-    shares_process: bool
-    """To run in the framework's own process."""
-
-
 def _compose_replica(
-    replica: ReplicaHardware, config: CostsConfig, asked: Asked
+    replica: ReplicaHardware, config: CostsConfig, has_log_probs: bool
 ) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators, once for any number of replicas."""
     alone = msgspec.structs.replace(replica.config, replicas=1, others=())
     placed = msgspec.structs.replace(replica, config=alone)
-    return _composed(placed, config.engine, config.backend, asked)
+    return _composed(placed, config.engine, config.backend, has_log_probs)
 
 
 @lru_cache(maxsize=64)
 def _composed(
-    replica: ReplicaHardware, engine: str, backend: str | None, asked: Asked
+    replica: ReplicaHardware, engine: str, backend: str | None, has_log_probs: bool
 ) -> tuple[DecodeCurve, PrefillCurve]:
     rollout = replica.config
-    serving = load_engine(engine).as_sampled(sorts=rollout.sorts_tokens, **asked._asdict())
+    serving = load_engine(engine).as_sampled(
+        sorts=rollout.sorts_tokens, has_log_probs=has_log_probs
+    )
     shard = Shard(
         replica.longest_model,
         kernels_of(replica.pool.gpu, replica.precision, backend),

@@ -8,8 +8,7 @@
 | `request`       | each running rollout: scheduling, detokenising, returning results               |
 | `logit`         | each running rollout and word of the vocabulary: sorting (`top_p`, `top_k`)     |
 | `log_prob_step` | each step that returns the log-probability of every token                       |
-| `log_prob`      | each running rollout in such a step: slicing and sending its value              |
-| `log_prob_within` | the same, if the engine is in a process of its framework                     |
+| `log_prob`      | each running rollout in such a step: slicing, sending and wrapping its value    |
 | `slowdown`      | (a factor) the decode kernels of this version, relative to those of the tables  |
 
 `benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
@@ -19,11 +18,8 @@ extra work in its code. vLLM sorts logits only for `rollout.top_p` or `rollout.t
 v1/sample/ops/topk_topp_sampler.py), and RL samples from all tokens. The two terms of
 log-probabilities come from published throughput with and without them, on models so small that the
 host limits the step. vLLM's were measured on one L20 with a model of 0.5B, behind its HTTP server
-(pull request 57442). There the engine has a process of its own, whose CPU time is published apart.
-So `log_prob` has no work of the server, which runs beside the next step. In the process of a
-framework all work comes one after the other. No source has its seconds without JSON, so
-`log_prob_within` is the whole, an assumption. They add to the step: RL frameworks launch the next
-step after the results of the last one.
+(pull request 57442). So its JSON is in them, and no source says what remains without. They add to the step: RL frameworks launch the next step after the results of
+the last one.
 """
 
 from __future__ import annotations
@@ -38,10 +34,7 @@ from streamrl.hardware.profiles import PROFILES, check_engine, known_engines, lo
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
 
-TERMS = (
-    *("step", "layer", "launch", "request", "logit"),
-    *("log_prob", "log_prob_within", "log_prob_step"),
-)
+TERMS = ("step", "layer", "launch", "request", "logit", "log_prob", "log_prob_step")
 """Constants that are durations; 0 if an engine has none."""
 
 
@@ -54,7 +47,6 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     request: Duration = Duration(0)
     logit: Duration = Duration(0)
     log_prob: Duration = Duration(0)
-    log_prob_within: Duration = Duration(0)
     log_prob_step: Duration = Duration(0)
     slowdown: float = 1.0
     reads_cache_per_head: bool = False
@@ -86,17 +78,12 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
         """Return the overheads of a step that samples from all tokens, so that no logits are sorted."""
         return msgspec.structs.replace(self, logit=Duration(0))
 
-    def returning_log_probs(self, shares_process: bool) -> Overheads:
-        """Return the overheads of a step that returns the log-probability of every token.
-
-        Args:
-            shares_process: whether the engine runs in the process of a framework.
-        """
-        each = self.log_prob_within if shares_process else self.log_prob
+    def returning_log_probs(self) -> Overheads:
+        """Return the overheads of a step that returns the log-probability of every token."""
         return msgspec.structs.replace(
             self,
             step=Duration(self.step + self.log_prob_step),
-            request=Duration(self.request + each),
+            request=Duration(self.request + self.log_prob),
         )
 
 
@@ -152,19 +139,15 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
         """Return whether the profile is of a version."""
         return any(f"{version}.".startswith(f"{start}.") for start in self.versions)
 
-    def as_sampled(
-        self, *, sorts: bool, has_log_probs: bool, shares_process: bool = False
-    ) -> ServingEngine:
+    def as_sampled(self, *, sorts: bool, has_log_probs: bool) -> ServingEngine:
         """Return this engine with the overheads of what is asked of it.
 
         Args:
             sorts: whether it samples from the most likely tokens alone.
             has_log_probs: whether it returns the log-probability of every token.
-            shares_process: whether it runs in the process of a framework.
         """
         constants = self.constants if sorts else self.constants.sampling_from_all()
-        if has_log_probs:
-            constants = constants.returning_log_probs(shares_process)
+        constants = constants.returning_log_probs() if has_log_probs else constants
         return msgspec.structs.replace(self, constants=constants)
 
 

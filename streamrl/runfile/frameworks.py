@@ -60,30 +60,21 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Repository, commit and file, or who measured it on what."""
 
 
-class _Conditional(_Table, frozen=True, kw_only=True):
-    """A fact that may hold for some run files only."""
+class Setting(_Table, frozen=True, kw_only=True):
+    """A key of the run file that a framework fills in."""
 
+    key: str
+    value: Value
     where: dict[str, list[Value]] = {}
-    """It applies only if each of these keys has one of these values."""
+    """The setting applies only if each of these keys has one of these values."""
     unless: dict[str, list[Value]] = {}
-    """It does not apply if one of these keys has one of these values."""
+    """The setting does not apply if one of these keys has one of these values."""
 
     def holds(self, value_at: Callable[[str], object]) -> bool:
         """Whether it applies to a run file whose keys have these values."""
         return all(value_at(key) in values for key, values in self.where.items()) and not any(
             value_at(key) in values for key, values in self.unless.items()
         )
-
-
-class Setting(_Conditional, frozen=True, kw_only=True):
-    """A key of the run file that a framework fills in."""
-
-    key: str
-    value: Value
-
-
-class EngineWithin(_Conditional, frozen=True, kw_only=True):
-    """That engines run in processes of the framework, and not in processes of their own."""
 
 
 class Release(_Table, frozen=True, kw_only=True):
@@ -276,8 +267,6 @@ class Framework(_Table, frozen=True, kw_only=True):
     passes: list[ExtraPass] = []
     engine_log_probs: EngineLogProbs | None = None
     """None if the engine returns log-probabilities only where the loss reads them."""
-    engine_within: EngineWithin | None = None
-    """None if engines always have processes of their own."""
     systems: list[SupportedSystem]
     sync: list[SupportedSync]
     engines: list[SupportedEngine] = []
@@ -422,13 +411,6 @@ def returns_log_probs(config: FrameworkConfig, algorithm: AlgorithmConfig) -> bo
     framework = framework_of(config.name)
     is_always = framework is not None and framework.returns_log_probs(config.version)
     return is_always or algorithm.takes_engine_log_probs
-
-
-def shares_process(run: Run) -> bool:
-    """Return whether the inference engines of a run are in processes of its framework."""
-    framework = framework_of(run.framework.name)
-    within = None if framework is None else framework.engine_within
-    return within is not None and within.holds(lambda key: value_of(run, key))
 
 
 def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> bool:
