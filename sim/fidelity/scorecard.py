@@ -187,6 +187,7 @@ LIMITS = (
     "Generation has larger errors than other stages, and few rows. Its own spread is pulled towards that of all stages, so its bands "
     "alone are too narrow.",
     "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
+    "Memory of training: eight steps of Llama-3.1-405B in fp8 on GB200 and GB300 ran, and are predicted to need 11 % more than a GPU holds.",
     "Linear attention and sliding windows: no published step was fitted. Training of gpt-oss and Qwen3-Next is predicted 20 to 30 % "
     "too fast (rows above). The cause is unknown.",
     "Training of LoRA adapters, and optimizers in host memory or on NVMe: no published row was compared.",
