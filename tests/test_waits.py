@@ -33,8 +33,6 @@ OTHER_WAITS = {
     "environment/mcp_client.py:ask": "the server has closed its output; the session's request is bounded",
     "environment/mcp_client.py:close": KILLED,
     "environment/session.py:_listen": "a heartbeat kills the host that is silent, and then the stream ends",
-    "environment/session.py:_read_line": "the caller waits IMPORT_TIME at most, and then kills the host",
-    "environment/session.py:close": KILLED,
     "launchers/handles.py:_first_of": f"{CALLED}: the first error of a rank ends it",
     "launchers/prefork_server.py:_reap": "the kernel has reported that the process has ended",
     "launchers/prefork_server.py:receive": GONE,
