@@ -728,3 +728,13 @@ def test_a_run_whose_trainer_was_restarted_has_each_step_once() -> None:
     lasted = read_steps(trace).durations().tolist()
     times = [step.step_time for step in measured.steps]
     assert times == pytest.approx([*lasted[:3], *lasted[4:]])
+
+
+def test_evaluations_for_which_training_waits_are_in_no_measured_step() -> None:
+    keys = {"algorithm.steps": 4, "evaluation.num_prompts": 8, "evaluation.every": 1}
+    trace = simulate(small_run(keys))
+    steps, found = measured_steps(trace, "run").steps, read_steps(trace)
+    assert len(found.held) == 4 and min(found.held) > 0
+    times = [step.step_time for step in steps]
+    assert times == pytest.approx(found.durations().tolist())
+    assert all((step.rollout_time or 0.0) <= (step.step_time or 0.0) for step in steps)

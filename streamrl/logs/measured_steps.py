@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.engine.messages import (
+    HELD_OUT,
     UNFINISHED,
     CheckpointSaved,
     Failed,
@@ -36,6 +37,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
+from streamrl.record.steady_state import read_steps
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.runfile.escaping import visible
 from streamrl.workload.data_files import parse_number
@@ -215,7 +217,7 @@ def read_run_steps(
     """Return the times of each step of the primary trainer, in order.
 
     Steps that were rolled back are left out, and so is the first step after each loss of the trainer:
-    its seconds contain the restart.
+    its seconds contain the restart. Evaluations for which training waits belong to no step.
 
     Args:
         trace: the trace of a run.
@@ -225,8 +227,17 @@ def read_run_steps(
     reader = _Reader(overhead, takes_turns)
     for entry in trace.entries:
         reader.read(entry)
-    steps = _with_busy(reader.steps, read_timeline(trace))
+    steps = _without_evaluations(_with_busy(reader.steps, read_timeline(trace)), trace)
     return [step for step in steps if step.step not in reader.restarted]
+
+
+def _without_evaluations(steps: list[MeasuredStep], trace: Trace) -> list[MeasuredStep]:
+    """Subtract the seconds of evaluations from those of steps."""
+    held = read_steps(trace).held
+    return [
+        replace(step, step_time=(step.step_time or 0.0) - seconds)
+        for step, seconds in zip(steps, held or [0.0] * len(steps), strict=True)
+    ]
 
 
 def _with_busy(steps: list[MeasuredStep], timeline: Timeline) -> list[MeasuredStep]:
@@ -296,7 +307,7 @@ class _Reader:
                     self._issued.append(entry.time)
                     if isinstance(command, Train):
                         self._trained += command.rollouts
-                case Generate():
+                case Generate() if command.rollout < HELD_OUT:
                     if self._first_sent is None:
                         self._first_sent = entry.time
                 case PushWeights():
@@ -310,7 +321,7 @@ class _Reader:
             case PromptsDrawn():
                 for group in event.groups:
                     self._prompts.update(dict.fromkeys(group.rollouts, group.prompt_tokens))
-            case Generated():
+            case Generated() if event.rollout < HELD_OUT:
                 self._take_rollout(event, now)
             case Scored() if event.trainer == LEADER:
                 self._end_work("score", now)
