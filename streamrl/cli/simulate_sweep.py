@@ -111,7 +111,7 @@ def _print(
 
 def _say_interrupted(done: int, total: int, finished: Path | None) -> None:
     """Say on stderr how many of the simulations that were missing have finished, and how to go on."""
-    if finished is not None and not finished.exists():
+    if not done:
         then = "nothing is kept"
     elif finished is None:
         then = "nothing is kept; with --output DIR, an interrupted study keeps what has finished"
