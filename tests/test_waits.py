@@ -41,7 +41,6 @@ OTHER_WAITS = {
     "launchers/worker.py:_answer": f"the controller reads each answer; {GONE}",
     "launchers/worker.py:read_frame": f"the next call may come at any time; {GONE}",
     "launchers/processes.py:_status": "the socket is readable: `_first_ready` has waited with a limit",
-    "profiling/environment_times.py:busy_cores": KILLED,
     "profiling/collectives.py:time_collectives": KILLED,
     "profiling/peer_link.py:transfer": "the profiler ends both processes after LONGEST seconds",
     "rollout/child_guard.py:kill_registered": "the guard kills what it knows, and ends when its input is closed",

@@ -1,7 +1,6 @@
-"""Measure the CPU seconds that one environment takes in its own process, on cores that roles keep busy.
+"""Measure the CPU seconds that one environment takes in its own process.
 
-Without other work on the cores, caches stay warm, and the seconds are too few: those of a start of reasoning-gym rise by
-two fifths beside other processes. A start is the fork of the process, its setup and its end. An action is one call of `step`. Both are measured in rounds of
+A start is the fork of the process, its setup and its end. An action is one call of `step`. Both are measured in rounds of
 environments that are opened and closed: rounds without actions, and rounds with some. Every action is the same text,
 because an untrained model writes nothing that can be measured twice.
 """
@@ -9,12 +8,7 @@ because an untrained model writes nothing that can be measured twice.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import cycle, islice
 from statistics import median
 from typing import NamedTuple
@@ -22,9 +16,6 @@ from typing import NamedTuple
 import psutil
 
 from streamrl.executor.environment.session import EnvironmentHost, Session
-from streamrl.executor.launchers.launcher import worker_environment
-from streamrl.executor.launchers.placement import usable_cores
-from streamrl.executor.libc import die_with_parent
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import Record, read_sources
@@ -37,16 +28,6 @@ ACTION_TIME = 10.0
 """Most seconds of an action. An environment that is stopped there has ended."""
 REAP_TIME = 5.0
 """Most seconds in which the host notices that the processes of a round have ended."""
-
-
-BUSY = """
-import numpy
-weights = numpy.ones((1024, 1024), numpy.float32)
-print(flush=True)
-while True:
-    weights @ weights
-"""
-"""Program that keeps a core busy. It reads 4 MB again and again, more than the caches of one core have."""
 
 
 class EnvironmentTimes(NamedTuple):
@@ -79,31 +60,7 @@ class MeasuredEnvironment(NamedTuple):
 
 def times_of(environment: MeasuredEnvironment) -> EnvironmentTimes:
     """Return the median CPU seconds of a start and of an action, over rounds."""
-    with busy_cores():
-        return asyncio.run(_times(environment))
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """Keep every usable core busy within the context, as a replica and a trainer do in a run."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUSY],
-            stdout=subprocess.PIPE,
-            env={**os.environ, **worker_environment(1), "OPENBLAS_NUM_THREADS": "1"},
-            preexec_fn=die_with_parent,
-        )
-        for _ in range(usable_cores())
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None, "it is a pipe"
-            process.stdout.readline()  # it computes from now on
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    return asyncio.run(_times(environment))
 
 
 async def _times(environment: MeasuredEnvironment) -> EnvironmentTimes:
