@@ -555,6 +555,9 @@ def test_an_interrupted_study_says_what_has_finished_and_how_to_go_on(
     def interrupted(grid: Grid, seeds: int, **options: Any) -> None:
         options["watch"]("checking", 2, 2)
         options["watch"](SIMULATING, 3, 8)
+        if output is not None:
+            output.mkdir()
+            (output / FINISHED).touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("streamrl.cli.simulate_sweep.run_sweep", interrupted)

@@ -111,10 +111,10 @@ def _print(
 
 def _say_interrupted(done: int, total: int, finished: Path | None) -> None:
     """Say on stderr how many of the simulations that were missing have finished, and how to go on."""
-    if not done:
-        then = "nothing is kept"
-    elif finished is None:
+    if finished is None:
         then = "nothing is kept; with --output DIR, an interrupted study keeps what has finished"
+    elif not finished.exists():
+        then = "nothing is kept"
     else:
         then = f"they are kept in {finished}, and the same command continues after them"
     text = f"streamrl: interrupted: {done} of {total} simulations were finished; {then}"
