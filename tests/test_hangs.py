@@ -70,7 +70,8 @@ from tests.test_verifier import config
 
 async def main():
     environment = EnvironmentConfig(max_turns=4, max_context=100, implementation=GAME + "Odd")
-    await Verifier(config("math-verify")).start()
+    verifier = Verifier(config("math-verify"))
+    await verifier.verify("1", None, {"answer": "1"})  # its server listens
     await EnvironmentHost(environment).start()
     print("ready", flush=True)
     await asyncio.sleep(60)
@@ -88,7 +89,7 @@ def test_stopped_servers_of_scorers_and_environments_end_with_their_controller()
             server.suspend()
         controller.kill()
     assert len(servers) == 2
-    wait_until_gone((server.pid for server in servers), 10)
+    wait_until_gone((server.pid for server in servers), 60)
 
 
 def test_a_stopped_process_is_killed_once_it_gave_no_sign_of_life_for_too_long(

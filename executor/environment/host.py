@@ -33,7 +33,7 @@ from types import FrameType
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
 from streamrl.executor.environment.registry import find_class
-from streamrl.executor.libc import continue_without_parent, die_with_parent
+from streamrl.executor.libc import die_with_parent
 from streamrl.executor.verifier.fork_server import (
     ENVIRONMENT,
     MOST_FILES,
@@ -83,7 +83,6 @@ class ActionTimeoutError(BaseException):
 
 def main(options: Options) -> None:
     """Serve until the controller closes the connection."""
-    continue_without_parent()
     os.umask(0o077)
     for gap in find_gaps() if options["is_sandboxed"] else ():
         print(f"the environment's sandbox is incomplete: {gap}", file=sys.stderr)

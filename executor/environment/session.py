@@ -46,6 +46,8 @@ BOOT = """
 import json, sys
 options = json.loads(sys.argv[1])
 sys.path[:] = options["path"]
+from streamrl.executor.libc import continue_without_parent
+continue_without_parent()
 from streamrl.executor.environment.host import main
 main(options)
 """

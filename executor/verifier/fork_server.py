@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 import msgspec
 
-from streamrl.executor.libc import continue_without_parent, die_with_parent, madvise
+from streamrl.executor.libc import die_with_parent, madvise
 from streamrl.executor.verifier import remote_program
 from streamrl.executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
 from streamrl.executor.verifier.scorers import Grade, Grader, Scorer, can_act, make_scorer
@@ -195,7 +195,6 @@ class Options(TypedDict):
 
 def main(options: Options) -> None:
     """Serve until the controller closes the connection."""
-    continue_without_parent()
     os.umask(0o077)
     for gap in find_gaps() if options["is_sandboxed"] else ():
         print(f"the scorer's sandbox is incomplete: {gap}", file=sys.stderr)
