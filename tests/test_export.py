@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from streamrl.export.launch_file import check_relations, find_arguments, launch_script
 from streamrl.export.option_table import ExportName, Relation, export_name, load_options
-from streamrl.export.planned_values import conditions, planned_values
+from streamrl.export.planned_values import ASSUMED, conditions, planned_values
 from streamrl.hardware.parallelism import end_stage_layers, stage_layers
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
@@ -592,7 +592,7 @@ def test_a_refused_layout_is_one_line_and_status_two(tmp_path: Path) -> None:
 
 def test_a_mini_batch_that_does_not_come_out_even_is_one_line() -> None:
     run = load_run(MAIN, ["framework.optimizer_steps=3"])
-    line = r"ppo_mini_batch_size of verl takes a whole number, and .*optimizer_steps=3 is none"
+    line = r"ppo_mini_batch_size of verl has no value for the plan: .*optimizer_steps=3 is no whole number"
     with pytest.raises(RunError, match=line):
         script_of(run, "verl")
 
@@ -670,3 +670,64 @@ def test_stages_of_replicas_that_a_framework_has_no_option_for_are_refused() -> 
     run = small_run({"rollout.pipeline_parallel": 2, "policies.system": "disaggregated"})
     with pytest.raises(RunError, match=r"rollout\.pipeline_parallel is 2, and openrlhf has no"):
         find_arguments(run, "openrlhf")
+
+
+NOTHING_PACKED = "trainer.micro_batch"
+"""A key that says nothing about packed passes."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_switch_or_number_of_a_plan_is_lost_in_silence(name: ExportName) -> None:
+    grouped = ["algorithm.name=grpo", "algorithm.group_size=8", "algorithm.kl_coefficient=0.01"]
+    run, lost, tried = load_run(MAIN, grouped), [], 0
+    before = script_of(run, name)
+    for section in ("algorithm", "rollout", "trainer", "policies", "workload"):
+        for key, value in asdict(getattr(run, section)).items():
+            key = f"{section}.{key}"
+            if key in (*ASSUMED, NOTHING_PACKED) or not isinstance(value, (bool, int, float)):
+                continue
+            other = not value if isinstance(value, bool) else type(value)(2 * value or 1)
+            try:
+                after = script_of(load_run(MAIN, [*grouped, f"{key}={str(other).lower()}"]), name)
+            except RunError:  # refused aloud
+                continue
+            tried += 1
+            lost += [key] * (after == before)
+    assert tried > 25 and lost == []
+
+
+def test_an_export_tells_what_has_no_option_and_leaves_out_what_the_framework_fills_in() -> None:
+    changed = ["seed=7", "algorithm.entropy_coefficient=0.01", "execute.checkpoint_every=5"]
+    comments = read_script(script_of(load_run(MAIN, changed), "nemo-rl"))[2]
+    for line in changed:
+        assert line.replace("=", " = ") in comments
+    filled = load_run(MAIN, ["framework.name=nemo-rl"])
+    assert filled.trainer.kernels != load_run(MAIN).trainer.kernels
+    assert "trainer.kernels" not in script_of(filled, "nemo-rl")
+    own = load_run(
+        MAIN, ["framework.name=nemo-rl", "trainer.kernels=eager", "trainer.order=sorted"]
+    )
+    assert own.trainer.kernels == "eager"
+
+
+def test_numbers_of_a_script_are_those_of_the_plan() -> None:
+    run = load_run(MAIN, ["algorithm.learning_rate=1.23456789e-6", "sync.bucket_size=400 KB"])
+    options = read_script(script_of(run, "verl"))[0]
+    assert options["actor_rollout_ref.actor.optim.lr"] == "1.23456789e-06"
+    bucket = [value for name, value in options.items() if name.endswith("bucket_megabytes")]
+    assert bucket == ["1"]
+
+
+@pytest.mark.parametrize("correction", ["none", "topr", "cispo", "m2po"])
+def test_nemo_rl_says_that_it_corrects_otherwise(correction: str) -> None:
+    run = load_run(MAIN, [f"algorithm.correction={correction}"])
+    text = script_of(run, "nemo-rl")
+    assert "whatever algorithm.correction is" in text
+    assert (f"algorithm.correction = {correction}" in text) == (correction != "none")
+    assert "whatever algorithm.correction is" not in script_of(load_run(MAIN), "nemo-rl")
+
+
+def test_a_loss_that_a_switch_cannot_name_is_told_as_it_is() -> None:
+    line = r"token_level_loss of nemo-rl has no value for the plan: .*'constant' is neither"
+    with pytest.raises(RunError, match=line):
+        script_of(load_run(MAIN, ["algorithm.loss_mean=constant"]), "nemo-rl")

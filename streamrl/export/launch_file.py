@@ -20,7 +20,9 @@ from streamrl.export.option_table import (
     load_options,
 )
 from streamrl.export.planned_values import (
+    ALWAYS,
     PlannedValue,
+    other_settings,
     planned_facts,
     planned_machines,
     planned_values,
@@ -96,13 +98,16 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
     known = {arg.option.of for arg in arguments}
     known |= {name for arg in arguments for name in arg.option.covers}
     check_replica_degrees(run.rollout, known, framework.name)
+    untold = [each for each in values.values() if _has_to_be_told(each) and each.name not in known]
+    told = [each for each in values.values() if each.plain is not None or each.name in known]
+    seed = [PlannedValue("seed", "seed", run.seed, ALWAYS)] if run.seed else []
     notes = [note.text for note in table.notes if _holds(note.when, facts)]
     return Launchable(
         framework,
         table,
         next(launch.command for launch in table.launch if _holds(launch.when, facts)),
         arguments,
-        [each for each in values.values() if _has_to_be_told(each) and each.name not in known],
+        [*untold, *seed, *other_settings(run, told)],
         notes,
     )
 
@@ -159,7 +164,7 @@ def _arguments(
             text = f"{name} cannot place the plan: {planned.refusal}. Plan again with --for {name}"
             raise RunError(replicas.key, replicas.value, text=text)
         if planned.value is None:
-            text = f"{option.name} of {table.framework} takes a whole number, and {planned.key} is none"
+            text = f"{option.name} of {table.framework} has no value for the plan: {planned.key} {planned.gap}"
             raise RunError(planned.key, None, text=text)
         yield Argument(option, planned.value, planned.key)
 
@@ -210,7 +215,7 @@ def _words(argument: Argument, table: OptionTable) -> Iterator[str]:
 def _text(value: Value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def _in_quotes(value: Value, table: OptionTable) -> str:

@@ -6,10 +6,12 @@ mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from math import ceil
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import asdict
 
 from streamrl.engine.presets import choose_system
@@ -24,13 +26,27 @@ from streamrl.hardware.resolved import longest_sequence
 from streamrl.runfile.algorithm_config import AlgorithmConfig, OptimizerConfig
 from streamrl.runfile.cluster_config import ModelConfig, PoolConfig
 from streamrl.runfile.config import Run, num_extra
-from streamrl.runfile.frameworks import Layout, Value
+from streamrl.runfile.frameworks import Layout, Value, settings_of
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
 MEGABYTE = 1e6
+KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+SECTIONS = (
+    *("algorithm", "rollout", "trainer", "sync", "policies", "workload", "verifier", "evaluation"),
+    *("execute.checkpoint_every", "execute.checkpoints"),
+)
+"""Sections and keys that change what is trained, how, and what is kept of it."""
+ASSUMED = (
+    *("rollout.backend", "rollout.external", "rollout.pool", "rollout.start_time"),
+    *("trainer.backend", "trainer.efficiency", "trainer.pool", "trainer.rank_start_time"),
+    *("trainer.routing", "trainer.start_time", "policies.context_time", "policies.latency"),
+    *("sync.changed_share", "verifier.start_time", "verifier.time", "workload.group_rewards"),
+    *("workload.informative_share", "workload.lengths"),
+)
+"""Keys of these sections that only `streamrl` itself reads: its own back ends, and what a simulation assumes."""
 IN_FLIGHT = ("load-in-flight", "abort-and-resume")
 """Weight-sync modes that leave rollouts running."""
 ALWAYS: tuple[Value | None, ...] = ()
@@ -47,7 +63,9 @@ class PlannedValue(NamedTuple):
     plain: tuple[Value | None, ...] | None = None
     """Values that need no mention if no option takes them; None means never."""
     refusal: str = ""
-    """Why the plan has no value, if an option needs one."""
+    """Why the plan has no place for both sides, if an option needs one."""
+    gap: str = "is no whole number"
+    """What is wrong with the key if it has no value, and an option needs one."""
 
 
 def planned_values(run: Run) -> dict[str, PlannedValue]:
@@ -72,6 +90,38 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
         *_resizes(run.trainer),
     ]
     return {value.name: value for value in found}
+
+
+def other_settings(run: Run, told: Iterable[PlannedValue]) -> Iterator[PlannedValue]:
+    """Yield the keys of no told value that differ from their defaults, and from what the framework fills in."""
+    named = {key for value in told for key in KEY.findall(value.key)}
+    filled = {setting.key for setting, value in settings_of(run) if value == setting.value}
+    for section in SECTIONS:
+        for key, value, default in _fields(run, section):
+            is_named = any(each == key or each.startswith(f"{key}.") for each in named)
+            if not is_named and key not in (*ASSUMED, *filled) and value != default:
+                yield PlannedValue(key, key, _shown(value), ALWAYS)
+
+
+def _fields(run: Run, section: str) -> Iterator[tuple[str, object, object]]:
+    """Yield the keys of a section, or one key, with their values and defaults; nothing if the section is absent."""
+    name, _, only = section.partition(".")
+    part = getattr(run, name)
+    for field in msgspec.structs.fields(part) if part is not None else ():
+        if only in ("", field.encode_name):
+            yield f"{name}.{field.encode_name}", getattr(part, field.name), _default_of(field)
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> object:
+    has_factory = field.default_factory is not msgspec.NODEFAULT
+    return field.default_factory() if has_factory else field.default
+
+
+def _shown(value: object) -> Value:
+    """Return a value as text of TOML's kind; tables are shown as JSON."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return msgspec.json.encode(value, enc_hook=str).decode()
 
 
 def planned_facts(run: Run, layout: Layout) -> set[str]:
@@ -334,7 +384,8 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[PlannedValue]:
     yield PlannedValue("critic_rate", "algorithm.critic_learning_rate", rate, (None,))
     yield PlannedValue("has_reference", "algorithm.kl_coefficient", algorithm.has_reference)
     is_token_mean = {"token": True, "rollout": False}.get(algorithm.loss_mean)
-    yield PlannedValue("is_token_mean", "algorithm.loss_mean", is_token_mean)
+    gap = f"{algorithm.loss_mean!r} is neither 'token' nor 'rollout'"
+    yield PlannedValue("is_token_mean", "algorithm.loss_mean", is_token_mean, gap=gap)
     masks = algorithm.mask_truncated
     yield PlannedValue("mask_truncated", "algorithm.mask_truncated", masks, (False,))
     yield PlannedValue("clip_dual", "algorithm.clip_dual", algorithm.clip_dual, (None,))
@@ -431,7 +482,7 @@ def _sync(sync: SyncConfig) -> Iterator[PlannedValue]:
     yield PlannedValue("sync_mode", "sync.mode", sync.mode, ("full",))
     yield PlannedValue("sync_backend", "sync.backend", sync.backend, ("broadcast-tree",))
     yield PlannedValue("bucket_bytes", "sync.bucket_size", round(sync.bucket_size))
-    yield PlannedValue("bucket_megabytes", "sync.bucket_size", round(sync.bucket_size / MEGABYTE))
+    yield PlannedValue("bucket_megabytes", "sync.bucket_size", ceil(sync.bucket_size / MEGABYTE))
     yield PlannedValue("lora_rank", "sync.lora_rank", sync.lora_rank)
     alpha = sync.adapter_alpha
     shown = int(alpha) if alpha.is_integer() else alpha
