@@ -96,20 +96,19 @@ def other_settings(run: Run, told: Iterable[PlannedValue]) -> Iterator[PlannedVa
     """Yield the keys of no told value that differ from their defaults, and from what the framework fills in."""
     named = {key for value in told for key in KEY.findall(value.key)}
     filled = {setting.key for setting, value in settings_of(run) if value == setting.value}
-    for section in SECTIONS:
-        for key, value, default in _fields(run, section):
+    for name in SECTIONS:
+        section, _, only = name.partition(".")
+        for key, value, default in _fields(getattr(run, section), section, only):
             is_named = any(each == key or each.startswith(f"{key}.") for each in named)
             if not is_named and key not in (*ASSUMED, *filled) and value != default:
                 yield PlannedValue(key, key, _shown(value), ALWAYS)
 
 
-def _fields(run: Run, section: str) -> Iterator[tuple[str, object, object]]:
-    """Yield the keys of a section, or one key, with their values and defaults; nothing if the section is absent."""
-    name, _, only = section.partition(".")
-    part = getattr(run, name)
-    for field in msgspec.structs.fields(part) if part is not None else ():
+def _fields(section: object, name: str, only: str) -> Iterator[tuple[str, object, object]]:
+    """Yield the keys of a section, or one of them, with their values and defaults; nothing if the section is absent."""
+    for field in msgspec.structs.fields(section) if isinstance(section, msgspec.Struct) else ():
         if only in ("", field.encode_name):
-            yield f"{name}.{field.encode_name}", getattr(part, field.name), _default_of(field)
+            yield f"{name}.{field.encode_name}", getattr(section, field.name), _default_of(field)
 
 
 def _default_of(field: msgspec.structs.FieldInfo) -> object:
