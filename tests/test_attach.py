@@ -50,6 +50,7 @@ from streamrl.record.restarts import ledger_of_run
 from streamrl.record.run_directory import read_metrics, secondary_trainer_directory
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, make_run, secondary_trainer_section
+from streamrl.runfile.result_files import replacing
 from tests.command_line import streamrl
 from tests.runs import checked_world, make_table, small_run
 from tests.scripted import make_world
@@ -426,6 +427,16 @@ def test_a_request_that_nobody_can_read_is_refused_and_harms_nobody(tmp_path: Pa
     lock.release()
     with pytest.raises(ValueError, match="no run goes on there"):
         ask(tmp_path, Attach({}))
+
+
+def test_a_request_is_not_taken_before_it_is_whole(tmp_path: Path) -> None:
+    files = ControlFiles(tmp_path)
+    path = tmp_path / "control" / "1.json"
+    with replacing(path) as partial:
+        assert not [*files.take()]
+        partial.write_bytes(msgspec.json.encode(Detach("late")))
+        assert not [*files.take()]
+    assert [*files.take()] == [(path, Detach("late"))]
 
 
 def test_odd_entries_among_requests_are_warned_of_once_and_harm_nobody(

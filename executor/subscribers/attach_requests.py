@@ -160,7 +160,8 @@ class ControlFiles:
     def take(self) -> Iterator[tuple[Path, ControlRequest | ValueError]]:
         """Yield the path and content of each new request; what is no request is yielded as an error."""
         for path in self._list():
-            if path.suffix != ".json" or path in self._ignored:
+            is_partial = path.name.startswith(".")  # not yet renamed
+            if is_partial or path.suffix != ".json" or path in self._ignored:
                 continue
             try:
                 if not path.is_file():  # reading a named pipe would wait without end
