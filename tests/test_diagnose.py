@@ -10,6 +10,7 @@ import pytest
 
 from streamrl.cli.diagnose import _stated_steps
 from streamrl.logs.measured_steps import MeasuredStep, MeasuredSteps
+from streamrl.report.diagnosis_table import diagnosis_lines
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import change_run, make_run, write_run
 from streamrl.sim.diagnosis.diagnosis import diagnose, mean_step
@@ -186,6 +187,39 @@ def test_a_log_is_judged_and_printed_as_one_json_object(tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text("step,step_time,train,score\n1,290,91,166\n")
     done = streamrl("diagnose", tmp_path / "steps.csv", "--run", tmp_path / "run.toml", "--json")
     assert done.returncode == 0 and '"is_normal":false' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("stages", "part"),
+    [
+        (["train=10", "train=20"], "--stage train=20: it has the seconds of --stage train already"),
+        (
+            ["rollout=29", "generation=50"],
+            "--stage generation=50: it has the seconds of --stage rollout",
+        ),
+        (["reference=9", "score=5"], "--stage score=5: it has the seconds of --stage reference"),
+        (
+            ["score=5", "old-log-probs=7"],
+            "--stage old-log-probs=7: it has the seconds of --stage score",
+        ),
+        (["step=10", "train=100"], "--stage step=10: train takes 100 s"),
+        (["reference=6", "old-log-probs=6", "step=10"], "--stage step=10: score takes 12 s"),
+    ],
+)
+def test_stages_that_cannot_be_of_one_step_are_one_line(
+    stages: list[str], part: str, tmp_path: Path
+) -> None:
+    write_run(small_run(), tmp_path / "run.toml")
+    options = [text for stage in stages for text in ("--stage", stage)]
+    done = streamrl("diagnose", "--run", tmp_path / "run.toml", *options)
+    assert done.returncode == 2 and part in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_step_much_faster_than_its_run_file_is_not_normal() -> None:
+    step = MeasuredStep(step=1, step_time=1e-6)
+    found = diagnose(small_run(), MeasuredSteps(source="log", framework="csv", steps=(step,)))
+    assert not found.is_normal
+    assert "times as fast as this run file should be" in next(diagnosis_lines(found))
 
 
 def test_a_run_directory_is_judged_by_the_run_file_that_it_has(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def diagnose(
         step=whole,
         stages=stages,
         binds=max(stages, key=lambda each: each.measured or _if_alone(each, has_stages)).name,
-        is_normal=whole.verdict in ("normal", "fast", "unknown") and not _matter(slow, total),
+        is_normal=whole.verdict in ("normal", "unknown") and not _matter(slow, total),
         has_stages=has_stages,
         causes=list(_causes(stages, whole, total, has_stages)),
         advice=_advice(tried, total),

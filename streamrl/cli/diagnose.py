@@ -54,6 +54,8 @@ STAGES = {
     "step": "step_time",
 }
 """Names of `--stage`, each with the column that it adds to."""
+PARTS_OF_SCORE = ("old-log-probs", "reference")
+"""Names that add up to "score"."""
 LAYOUT = (
     "the layout is the one that `streamrl init` would choose, not yours: --run RUN.toml gives yours"
 )
@@ -147,16 +149,38 @@ def _recorded_run(directory: Path) -> Run:
 
 def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:
     """Return one step with the seconds of `--stage`."""
-    seconds: dict[str, float] = {}
+    given: dict[str, float] = {}
     for text in stages:
         name, _, value = text.partition("=")
         if name not in STAGES:
             raise ValueError(f"--stage must be one of {', '.join(STAGES)}, got {name!r}")
-        column = STAGES[name]
-        seconds[column] = seconds.get(column, 0.0) + _seconds(text, value)
+        if again := next((each for each in given if each in _same_as(name)), None):
+            raise ValueError(f"--stage {text}: it has the seconds of --stage {again} already")
+        given[name] = _seconds(text, value)
+    seconds: dict[str, float] = {}
+    for name, value in given.items():
+        seconds[STAGES[name]] = seconds.get(STAGES[name], 0.0) + value
+    longest = seconds.get("step_time", float("inf"))
+    for column in (
+        "score",
+        "train",
+        "sync",
+    ):  # generation may take longer: it overlaps several steps
+        if seconds.get(column, 0.0) > longest:
+            taken = f"{column} takes {seconds[column]:g} s"
+            raise ValueError(
+                f"--stage step={longest:g}: {taken}, and no stage is longer than its step"
+            )
     return MeasuredSteps(
         source="--stage", framework="csv", steps=(MeasuredStep(step=1, **seconds),)
     )
+
+
+def _same_as(name: str) -> set[str]:
+    """Return the names that may not stand beside a name: of the same seconds, or of a part of them."""
+    if name in PARTS_OF_SCORE:
+        return {name, "score"}
+    return {each for each, column in STAGES.items() if column == STAGES[name]}
 
 
 def _seconds(text: str, value: str) -> float:

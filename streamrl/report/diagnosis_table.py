@@ -61,6 +61,12 @@ def diagnosis_lines(found: Diagnosis) -> Iterator[str]:
 
 def _abnormal(found: Diagnosis) -> str:
     slow = [stage.name for stage in found.stages if stage.verdict == "slow" and stage.waste]
+    if found.step.verdict == "fast" and found.step.measured and not slow:
+        times = found.step.predicted / found.step.measured
+        return (
+            f"this step is not normal: {times:.2g} times as fast as this run file should be on the hardware. Are the "
+            "times in seconds, and of this run file: its rollouts, lengths and GPUs?"
+        )
     return (
         f"this step is not normal: {', '.join(slow) or found.step.name} too slow for the hardware"
     )
