@@ -152,6 +152,18 @@ def test_a_real_run_trains_resumes_replays_and_compares(project: Path) -> None:
     both = streamrl("replay", project / "run", project / "run" / "trace.1.jsonl")
     assert both.returncode == 0, both.stdout
     assert streamrl("compare", project / "run", "--json").returncode == 0
+    check_that_earlier_starts_are_told(project)
+
+
+def check_that_earlier_starts_are_told(project: Path) -> None:
+    """Check that a run of five steps, which was resumed after three, is not told as what its last start made."""
+    done = streamrl("report", project / "run", "-o", project / "report.html")
+    said = "Resumed after step 3. At the rate of the steps since then, 5 steps take "
+    assert done.stdout.startswith(said), done.stderr
+    done = streamrl("lengths", project / "run", "--json")
+    assert json.loads(done.stdout)["statistics"]["rollouts"] == 5 * 16
+    done = streamrl("import", project / "run", "-o", project / "imported")
+    assert "start 2 of the run alone, after its step 3: earlier steps are in trace.1" in done.stdout
 
 
 MAIN = "from streamrl.cli import main; main()"

@@ -314,6 +314,25 @@ def test_a_plan_that_kueue_cannot_run_is_written_all_the_same(tmp_path: Path) ->
     assert "Share 2 h800 by time-slicing: jobs take turns on all GPUs." in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        (["my pool$x"], "cluster.pools.my pool$x: --export needs a name of letters and digits"),
+        (["h800-"], "cluster.pools.h800-: --export needs"),
+        (["h_800", "H-800"], "cluster.pools.H-800: Kubernetes takes it for the pool h_800"),
+    ],
+)
+def test_a_pool_that_a_scheduler_cannot_name_is_refused_before_the_search(
+    names: list[str], part: str, tmp_path: Path
+) -> None:
+    pools = {name: {**POOL, "nodes": 1} for name in names}
+    settings = [f"{role}.pool={names[0]!r}" for role in ("rollout", "trainer")]
+    path = write_files(tmp_path, jobs=[{**JOB, "set": settings}], cluster={"pools": pools})
+    done = streamrl("plan", path, "-o", tmp_path / "out", "--export", "kueue")
+    assert done.returncode == 2 and part in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_job_that_fits_on_no_share_is_named(tmp_path: Path) -> None:
     path = write_files(tmp_path, jobs=[{**JOB, "set": ["model.name=deepseek-v3"]}])
     with spread_over(partial(ThreadPoolExecutor, 1)):

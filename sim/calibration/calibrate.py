@@ -39,6 +39,7 @@ from streamrl.logs.measured_steps import (
     read_run_steps,
 )
 from streamrl.record.recorded_inputs import recorded_inputs
+from streamrl.record.restarts import earlier_trace_path
 from streamrl.record.steady_state import read_steps
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
@@ -607,7 +608,21 @@ def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
         source=f"{name} ({trace.world} run)",
         framework="streamrl",
         steps=tuple(steps),
-        notes=tuple(f"step {n} is left out: the trainer was restarted in it" for n in left_out),
+        notes=(
+            *_notes_on_starts(trace),
+            *(f"step {n} is left out: the trainer was restarted in it" for n in left_out),
+        ),
+    )
+
+
+def _notes_on_starts(trace: Trace) -> tuple[str, ...]:
+    """Say which steps of a run that was resumed are missing."""
+    if trace.leg == 1:
+        return ()
+    before = read_steps(trace).num_before
+    file = earlier_trace_path(Path(), trace.leg - 1)
+    return (
+        f"start {trace.leg} of the run alone, after its step {before}: earlier steps are in {file}",
     )
 
 

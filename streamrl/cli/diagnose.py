@@ -54,6 +54,8 @@ STAGES = {
     "step": "step_time",
 }
 """Names of `--stage`, each with the column that it adds to."""
+BESIDE_NO_OTHER_STEP = ("score", "train", "sync")
+"""Stages that are part of one step; generation may overlap several."""
 PARTS_OF_SCORE = ("old-log-probs", "reference")
 """Names that add up to "score"."""
 LAYOUT = (
@@ -158,19 +160,13 @@ def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:
             raise ValueError(f"--stage {text}: it has the seconds of --stage {again} already")
         given[name] = _seconds(text, value)
     seconds: dict[str, float] = {}
-    for name, value in given.items():
-        seconds[STAGES[name]] = seconds.get(STAGES[name], 0.0) + value
+    for name, taken in given.items():
+        seconds[STAGES[name]] = seconds.get(STAGES[name], 0.0) + taken
     longest = seconds.get("step_time", float("inf"))
-    for column in (
-        "score",
-        "train",
-        "sync",
-    ):  # generation may take longer: it overlaps several steps
-        if seconds.get(column, 0.0) > longest:
-            taken = f"{column} takes {seconds[column]:g} s"
-            raise ValueError(
-                f"--stage step={longest:g}: {taken}, and no stage is longer than its step"
-            )
+    for column in BESIDE_NO_OTHER_STEP:
+        if (own := seconds.get(column, 0.0)) > longest:
+            text = f"{column} takes {own:g} s, and no stage is longer than its step"
+            raise ValueError(f"--stage step={longest:g}: {text}")
     return MeasuredSteps(
         source="--stage", framework="csv", steps=(MeasuredStep(step=1, **seconds),)
     )

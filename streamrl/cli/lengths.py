@@ -31,6 +31,7 @@ from streamrl.logs.recorded_rollouts import (
     parse_fields,
     read_rollouts,
 )
+from streamrl.record.restarts import traces_up_to
 from streamrl.report.length_histogram import histogram_lines
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import load_offer
@@ -156,11 +157,16 @@ def _of_run_file(path: Path) -> Found:
 
 
 def _of_run(path: Path) -> Found:
-    """Return the recorded lengths of a run."""
-    drawn, tokens, _ = read_lengths(trace_file(path))
+    """Return the recorded lengths of all starts of a run; a rollout that was made again counts once."""
+    groups: dict[int, int] = {}
+    tokens: dict[int, int] = {}
+    for file in traces_up_to(trace_file(path)):
+        found = read_lengths(file)
+        groups.update((number, group.prompt_tokens) for number, group in found.drawn.items())
+        tokens |= found.tokens
     if not tokens:
         raise ValueError(f"{path} has no finished rollout")
-    prompts = [group.prompt_tokens for group in drawn.values()]
+    prompts = [*groups.values()]
     return Found(f"run {path}", np.array([*tokens.values()]), fmean(prompts))
 
 

@@ -18,6 +18,7 @@ from streamrl.export.job_scripts import (
     ExportedSchedule,
     ExportedStretch,
     SchedulerName,
+    check_pool_names,
     scheduler_file,
     scheduler_name,
     waits_of,
@@ -56,8 +57,9 @@ def plan_cluster(
     """Plan the jobs of a cluster file, print the result, and write it to a directory."""
     scheduler = None if export is None else scheduler_name(export)
     jobs = load_jobs(path, overrides)
-    if scheduler is not None and output is None:
-        output = Path()
+    if scheduler is not None:
+        check_pool_names(jobs.cluster.pools)
+        output = output or Path()
     with nullcontext() if output is None else sole_writer(output):
         if output is not None:
             _claim(output, jobs, scheduler, force=force)

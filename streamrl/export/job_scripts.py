@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, assert_never, get_args
 
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.errors import OneOf, RunError
+from streamrl.runfile.escaping import visible
 from streamrl.runfile.units import Duration, quantity_text
 
 SchedulerName = Literal["slurm", "ray", "kueue"]
@@ -36,6 +37,9 @@ VALUE_OF_PRIORITY = 1000
 INSTEAD = "; export to slurm or ray, or plan with --set schedule.sharing=['static-split']"
 IMAGE, VOLUME = "streamrl:latest", "streamrl"
 """Container image and volume claim of Kueue's pods, as in examples/clusters/kuberay.yaml."""
+
+POOL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")
+"""Names of pools: values of labels in Kubernetes, and parts of words in a shell."""
 
 
 class ExportedStretch(NamedTuple):
@@ -101,6 +105,26 @@ def scheduler_file(name: SchedulerName, schedule: ExportedSchedule) -> str:
         case _:
             assert_never(name)
     return "".join(f"{line}\n" for line in lines)
+
+
+def check_pool_names(pools: Iterable[str]) -> None:
+    """Check the names of the pools of a schedule that will be exported.
+
+    Raises:
+        RunError: a name is no part of a shell word or of a name in Kubernetes, or Kubernetes has two pools of that name.
+    """
+    seen: dict[str, str] = {}
+    for pool in pools:
+        if POOL_NAME.fullmatch(pool) is None:
+            rule = "letters and digits, with - and _ between them, at most 63 in all"
+            text = (
+                f"cluster.pools.{visible(pool)}: --export needs a name of {rule}; rename the pool"
+            )
+            raise RunError(f"cluster.pools.{pool}", pool, text=text)
+        other = seen.setdefault(_flavor(pool), pool)
+        if other != pool:
+            text = f"cluster.pools.{pool}: Kubernetes takes it for the pool {other}; rename one of them"
+            raise RunError(f"cluster.pools.{pool}", pool, text=text)
 
 
 def waits_of(
@@ -243,7 +267,7 @@ def _object(kind: str, name: str, spec: Mapping[str, Any] | None = None) -> dict
 
 def _flavor(pool: str) -> str:
     """Return the name of a pool as Kubernetes allows it."""
-    return re.sub(r"[^a-z0-9-]", "-", pool.lower())
+    return pool.lower().replace("_", "-")
 
 
 def _cluster_queue(pools: Mapping[str, PoolConfig]) -> dict[str, Any]:

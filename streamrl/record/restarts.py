@@ -67,6 +67,16 @@ def earlier_trace_numbers(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
+def traces_up_to(file: Path) -> list[Path]:
+    """Return the traces of all starts of a run that are in the directory of its last one, in order, and that one.
+
+    A trace of another name, or of an earlier start, stands for itself.
+    """
+    if file.name != TRACE:
+        return [file]
+    return [*(earlier_trace_path(file.parent, n) for n in earlier_trace_numbers(file.parent)), file]
+
+
 def ledger_of_run(trace: Trace, directory: Path) -> Ledger:
     """Return the ledger of a run up to the end of one start.
 

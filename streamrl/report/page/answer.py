@@ -111,12 +111,14 @@ def _whole(option: Option) -> str:
         return f"Not finished: the run {option.unfinished}. "
     if option.whole_run is None:
         return ""
-    if option.is_complete:
+    if option.is_complete and not option.steps_before:
         return f"{_measured_whole(option.whole_run)}. "
     line = headline(option.whole_run, option.model_error)
     if option.run is not None and option.run.is_under_way:
         made, steps = option.run.newest_step, option.run.run.algorithm.steps
         return f"Not at its end: {made:,} of {steps:,} steps are made. At their rate {line}. "
+    if option.is_executed and option.steps_before:
+        return f"Resumed after step {option.steps_before:,}. At the rate of the steps since then, {line}. "
     return f"{line}. "
 
 

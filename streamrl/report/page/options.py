@@ -95,6 +95,11 @@ class Option:
         return self.is_executed and not is_open
 
     @property
+    def steps_before(self) -> int:
+        """Number of steps that earlier starts of the run made; their seconds are not known here."""
+        return 0 if self.run is None else self.run.metrics.steps_before
+
+    @property
     def is_paid(self) -> bool:
         """Return whether it costs anything: the user's own CPU is not rented."""
         return self.dollars_per_hour > 0
