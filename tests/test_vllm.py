@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -86,6 +87,17 @@ def gap(model: Any, done: Completion) -> float:
     logits = model(torch.tensor([PROMPT + ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
     expected = torch.log_softmax(logits, -1)[torch.arange(len(ids)), torch.tensor(ids.tolist())]
     return float((expected - torch.tensor(logprobs.tolist())).abs().max())
+
+
+def test_vllm_leaves_no_temporary_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # a path that is short enough for sockets
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with alone(ReplicaSettings(**settings(model))):
+        (owned,) = place.glob("streamrl-vllm-*")
+        assert [each for each in owned.iterdir() if each.is_socket()]
+        assert tempfile.gettempdir() == str(place)
+    assert not [*place.iterdir()]
+    place.rmdir()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

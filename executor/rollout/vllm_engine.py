@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.expert_choices import Choices
 from streamrl.executor.roles import CacheState, Manifest
 from streamrl.executor.rollout.child_guard import ChildGuard
@@ -52,6 +54,35 @@ from streamrl.executor.rollout.vllm_settings import (
 )
 from streamrl.executor.sampling import IsOver
 from streamrl.executor.transfer.shared_memory import read_buckets
+
+LONGEST_SOCKET = 107
+"""Most bytes in the path of a UNIX socket (unix(7))."""
+LONGEST_NAME = 37
+"""Most bytes of the names of vLLM's sockets, with the "/" before them."""
+
+
+@contextmanager
+def _temporary_files_in(directory: Path) -> Iterator[None]:
+    """Let vLLM and its processes have their temporary files in a directory; they are not moved if their names are too long.
+
+    Only this call starts vLLM. Other threads of a replica make no temporary files meanwhile.
+    """
+    if len(os.fsencode(directory)) + LONGEST_NAME > LONGEST_SOCKET:
+        yield
+        return
+    changed = {"TMPDIR": str(directory), "VLLM_RPC_BASE_PATH": str(directory)}
+    before, own = {name: os.environ.get(name) for name in changed}, tempfile.tempdir
+    os.environ.update(changed)
+    tempfile.tempdir = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = own
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class CacheWatch:
@@ -184,6 +215,8 @@ class VllmEngine:
         self._guard: ChildGuard | None = None
         self._watch = CacheWatch()
         self._llm: Any = None
+        self._files: OwnedDirectory | None = None
+        """Sockets and other temporary files of vLLM, which does not remove them."""
         self._model: Any = None
         """The Hugging Face model without weights."""
         self._adapters: Adapters | None = None
@@ -352,7 +385,9 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = make_arguments(self._settings, self._model)
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._watch])
+        self._files = OwnedDirectory("vllm")
+        with _temporary_files_in(self._files.path):
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._watch])
 
     async def _warm_up(self) -> None:
         prompt, num_tokens = WARM_UP
@@ -437,3 +472,5 @@ class VllmEngine:
             await asyncio.to_thread(guard.kill_registered)
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 0)
+        if self._files is not None:
+            self._files.remove()
