@@ -86,6 +86,24 @@ def test_an_unknown_name_of_the_api_is_an_attribute_error_that_names_it() -> Non
         ("measure", ["trace.jsonl"], "measure: trace must be a trace, as simulate or read_trace"),
         ("metrics_table", [3], "metrics_table: metrics must be metrics, as measure returns"),
         ("plan_report", ["plan.json"], "plan_report: plan must be a plan, as read_plan returns it"),
+        ("plan_jobs", [{}], "plan_jobs: jobs must be jobs, as load_jobs returns them, got .* dict"),
+        ("jobs_report", ["x"], "jobs_report: plan must be a plan of jobs, as plan_jobs returns it"),
+        ("bubble_table", [[]], "bubble_table: runs must be a list of idle .* one with no items$"),
+        ("bubble_figure", [[3]], "bubble_figure: runs must be a list of idle times, .* with int$"),
+        ("bubble_notes", [3, 4], "bubble_notes: before must be idle time, as read_bubbles"),
+        (
+            "generation_notes",
+            [[]],
+            "generation_notes: curves must be a list of curves, .* no items",
+        ),
+        ("study_generation", ["qwen", "h20"], "study_generation: model must be a model, as load_"),
+        ("operator_efficiency", [1], "operator_efficiency: gpu must be a text, got .* type int$"),
+        ("report", [[]], "report: directories must be a path, or a list of them, got .* no items"),
+        (
+            "report",
+            [[3]],
+            "report: directories must be a path, or a list of them, got one with int",
+        ),
     ],
 )
 def test_an_argument_of_a_wrong_type_is_named_with_what_it_must_be(

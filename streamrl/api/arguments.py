@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from inspect import isfunction, signature
 from pkgutil import resolve_name
@@ -12,6 +12,9 @@ RUN, OFFER = "streamrl.runfile.config:Run", "streamrl.runfile.files:Offer"
 PLAN = "streamrl.sim.planner.plan:Plan"
 SOURCE = ("pathlib:Path", "builtins:str", "collections.abc:Mapping")
 """What `load_run` reads."""
+NONE = " | None"
+PATH = ("pathlib:Path", "builtins:str")
+BUBBLES = "streamrl.report.bubbles:Bubbles"
 PARTS = ("run", "plan")
 """Names under which offers, answers, traces and results of `plan` have a run or a plan."""
 
@@ -22,12 +25,19 @@ class Wanted(NamedTuple):
     words: str
     kinds: tuple[str, ...]
     """Its types, each as module:name."""
+    items: tuple[str, ...] = ()
+    """Types of its items, if it must be a sequence with at least one."""
 
     def find_error(self, value: object) -> str | None:
         """Return why a value cannot be the argument; None if it can be."""
         kinds = tuple(map(resolve_name, self.kinds))
         if isinstance(value, kinds):
             return None
+        if self.items and isinstance(value, Collection) and not isinstance(value, str):
+            items = tuple(map(resolve_name, self.items))
+            wrong = (type(each).__name__ for each in value if not isinstance(each, items))
+            found = next(wrong, None) if len(value) else "no items"
+            return None if found is None else f"must be {self.words}, got one with {found}"
         parts = (part for part in PARTS if isinstance(getattr(value, part, None), kinds))
         part = next(parts, None)
         hint = "" if part is None else f"; pass its attribute {part!r}"
@@ -43,7 +53,7 @@ WANTED = {
     "Path | str | Mapping[str, Any]": Wanted(
         "the path of a run file or a dict of its tables", SOURCE
     ),
-    "Path | str": Wanted("a path or its text", ("pathlib:Path", "builtins:str")),
+    "Path | str": Wanted("a path or its text", PATH),
     "Changes": Wanted(
         "texts 'key=value', or values by dotted key",
         ("collections.abc:Mapping", "collections.abc:Iterable"),
@@ -61,11 +71,37 @@ WANTED = {
     "Against": Wanted(
         "a comparison, as compare_runs returns it", ("streamrl.record.run_comparison:Against",)
     ),
+    "Jobs": Wanted("jobs, as load_jobs returns them", ("streamrl.runfile.jobs_file:Jobs",)),
+    "ClusterPlan": Wanted(
+        "a plan of jobs, as plan_jobs returns it", ("streamrl.sim.jobs.plan:ClusterPlan",)
+    ),
+    "Bubbles": Wanted("idle time, as read_bubbles returns it", (BUBBLES,)),
+    "Sequence[Bubbles]": Wanted(
+        "a list of idle times, as read_bubbles returns one", (), (BUBBLES,)
+    ),
+    "Sequence[GenerationCurve]": Wanted(
+        "a list of curves, as study_generation returns one",
+        (),
+        ("streamrl.sim.studies.results:GenerationCurve",),
+    ),
+    "ModelShape": Wanted(
+        "a model, as load_model returns it", ("streamrl.hardware.model_shape:ModelShape",)
+    ),
+    "Sequence[Path | str] | Path | str": Wanted("a path, or a list of them", PATH, PATH),
+    "Sequence[float]": Wanted("a list of numbers", (), ("numbers:Real",)),
+    "Sequence[int]": Wanted("a list of whole numbers", (), ("numbers:Integral",)),
+    "float": Wanted("a number", ("numbers:Real",)),
+    "bool": Wanted("True or False", ("builtins:bool",)),
+    "str": Wanted("a text", ("builtins:str",)),
+    "int | str": Wanted("a number or its text", ("numbers:Integral", "builtins:str")),
+    "float | str": Wanted("a number or its text", ("numbers:Real", "builtins:str")),
+    "Callable[[int, str], None]": Wanted("a function", ("collections.abc:Callable",)),
+    "Callable[[int], None]": Wanted("a function", ("collections.abc:Callable",)),
     "StudyResult": Wanted(
         "a study, as sweep returns it", ("streamrl.report.study_report:StudyResult",)
     ),
 }
-"""What arguments must be, by their annotation."""
+"""What arguments must be, by their annotation without "| None"."""
 
 
 def checked(name: str, function: Any) -> Any:
@@ -77,10 +113,11 @@ def checked(name: str, function: Any) -> Any:
     """
     if not isfunction(function):
         return function
-    parameters = signature(function).parameters.values()
-    wanted = {
-        each.name: WANTED[each.annotation] for each in parameters if each.annotation in WANTED
-    }
+    wanted = {}
+    for each in signature(function).parameters.values():
+        annotation = str(each.annotation).removesuffix(NONE)
+        if annotation in WANTED:
+            wanted[each.name] = WANTED[annotation]
     return _checking(name, function, wanted) if wanted else function
 
 
@@ -90,7 +127,12 @@ def _checking(name: str, function: Callable[..., Any], wanted: dict[str, Wanted]
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         for key, value in own.bind_partial(*arguments, **named).arguments.items():
-            if key in wanted and (error := wanted[key].find_error(value)) is not None:
+            may_be_absent = value is None and str(own.parameters[key].annotation).endswith(NONE)
+            if (
+                key in wanted
+                and not may_be_absent
+                and (error := wanted[key].find_error(value)) is not None
+            ):
                 raise TypeError(f"{name}: {key} {error}")
         return function(*arguments, **named)
 
