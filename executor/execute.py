@@ -157,6 +157,13 @@ Take = Callable[[Mapping[str, object]], None]
 """Called with each line of metrics.jsonl."""
 
 
+def check_output(path: Path) -> None:
+    """Raise `RunError` if a run directory cannot be made because its path is a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        text = f"execute.output: {path} is a link to {path.readlink()}, which does not exist; create it, or remove the link"
+        raise RunError("execute.output", str(path), text=text)
+
+
 def check_executable(run: Run) -> None:
     """Raise `ValueError` if this machine cannot execute the run file."""
     from streamrl.executor.evaluation import check_held_out
@@ -267,6 +274,7 @@ def carry_out(
     if resume:
         run = with_attached(run, Path(run.execute.output))
     check_executable(run)
+    check_output(Path(run.execute.output))
     if run.execute.checkpoints.export is not None:
         from streamrl.executor.checkpoint_export import check_export
 

@@ -275,6 +275,10 @@ def test_weights_without_adapters_cannot_be_exported_apart(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+class UnreachableError(Exception):
+    """An error of the network as HTTP libraries have it: of no built-in kind."""
+
+
 class LocalHub:
     """A hub in a local directory, with the calls that an export makes."""
 
@@ -284,6 +288,8 @@ class LocalHub:
         assert private and exist_ok
         if "/" not in repo_id:
             raise ValueError("no owner")
+        if repo_id.startswith("far/"):
+            raise UnreachableError("no route\nto the hub")
         (self.root / repo_id).mkdir(parents=True, exist_ok=True)
 
     def upload_folder(self, *, folder_path: Path, repo_id: str, commit_message: str) -> None:
@@ -302,3 +308,5 @@ def test_a_checkpoint_is_pushed_to_a_repository(
     assert (tmp_path / "hub" / "messages").read_text() == "Upload step 5"
     with pytest.raises(RuntimeError, match="the hub does not take the checkpoint: no owner"):
         export_checkpoint(checkpoint, "hf://model", "merged")
+    with pytest.raises(RuntimeError, match="hub does not take the checkpoint: no route to the hub"):
+        export_checkpoint(checkpoint, "hf://far/model", "merged")

@@ -31,6 +31,7 @@ from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.state import State
 from streamrl.engine.trace import Entry, Trace, read_trace, replay
 from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.executor.execute import check_output
 from streamrl.executor.launchers.handles import LocalProcess
 from streamrl.executor.roles import Manifest, Scoring
 from streamrl.executor.world import RealWorld
@@ -408,3 +409,11 @@ def test_each_line_of_rollouts_names_its_prompt_its_place_in_the_data_its_step_a
         assert line["prompt"] == record["prompt"] and int(number) == line["line"] + 1
         assert line["prompt_tokens"] == len(record["prompt"]) and line["num_tokens"] > 0
         assert line["step"] == line["group"] // 3 + 1
+
+
+def test_a_run_directory_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("nowhere/run")
+    with pytest.raises(ValueError, match=r"execute\.output: .*/run is a link to nowhere/run, which"):
+        check_output(tmp_path / "run")
+    (tmp_path / "nowhere" / "run").mkdir(parents=True)
+    check_output(tmp_path / "run")
