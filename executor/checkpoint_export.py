@@ -127,10 +127,20 @@ def check_export(config: CheckpointsConfig, output: Path) -> None:
         return
     path = Path(target)
     try:
+        _check_outside(path, output)
         _check_free(path, _run_id(output), reads_all=False)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     check_writable(path.absolute().parent, key)
+
+
+def _check_outside(path: Path, directory: Path) -> None:
+    """Raise `ValueError` for a path among the checkpoints of a run directory, which the run itself removes."""
+    own = directory / "checkpoints"
+    if path.resolve().is_relative_to(own.resolve()):
+        raise ValueError(
+            f"{path} is in {own}, where the run removes checkpoints; choose another directory"
+        )
 
 
 def _run_id(directory: Path) -> str:
@@ -189,6 +199,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
     path = Path(target)
     directory = checkpoint.path.parents[1]
     run_id = _run_id(directory)
+    _check_outside(path, directory)
     _check_free(path, run_id, reads_all=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(path) as partial:

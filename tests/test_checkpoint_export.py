@@ -141,6 +141,17 @@ def recorded(path: Path, run_id: str, *versions: int) -> Path:
     return path
 
 
+@pytest.mark.parametrize("name", ["checkpoints/v000031", "checkpoints", "x/../checkpoints/mine"])
+def test_nothing_is_exported_among_the_checkpoints_of_a_run(name: str, tmp_path: Path) -> None:
+    checkpoint = choose_checkpoint(run_directory(tmp_path / "run", 5), "last")
+    target = tmp_path / "run" / name
+    with pytest.raises(ValueError, match="where the run removes checkpoints; choose another"):
+        export_checkpoint(checkpoint, str(target), "merged")
+    config = CheckpointsConfig(export=str(target))
+    with pytest.raises(ValueError, match=r"execute\.checkpoints\.export: .* removes checkpoints"):
+        check_export(config, tmp_path / "run")
+
+
 def test_a_run_replaces_its_own_export_and_nothing_else(tmp_path: Path) -> None:
     run, target = recorded(tmp_path / "run", "a1", 4, 5), tmp_path / "model"
     config = CheckpointsConfig(export=str(target))

@@ -61,6 +61,17 @@ def test_what_is_simulated_for_a_run_can_be_changed(
         compare(measured, given, overrides=["framework.step_time=100 s"])
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["rollout.max_tokens=8", "algorithm.prompts_per_step=4", "model.name=llama-3.1-8b"],
+)
+def test_a_run_is_not_compared_with_a_simulation_of_other_work(change: str, tmp_path: Path) -> None:
+    measured = write_trace(tmp_path / "run", "real")
+    key = change.partition("=")[0]
+    with pytest.raises(ValueError, match=rf"{key} is .* with --set and .* in the recorded run"):
+        compare(measured, overrides=[change])
+
+
 def test_the_cause_of_idle_time_that_was_predicted_worst_is_named_with_its_keys() -> None:
     predicted = measure(simulate(small_run()))
     idle = {**predicted.idle, "verifier": predicted.idle.get("verifier", 0.0) + 0.38}

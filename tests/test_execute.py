@@ -413,7 +413,9 @@ def test_each_line_of_rollouts_names_its_prompt_its_place_in_the_data_its_step_a
 
 def test_a_run_directory_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to("nowhere/run")
-    with pytest.raises(ValueError, match=r"execute\.output: .*/run is a link to nowhere/run, which"):
+    with pytest.raises(
+        ValueError, match=r"execute\.output: .*/run is a link to nowhere/run, which"
+    ):
         check_output(tmp_path / "run")
     (tmp_path / "nowhere" / "run").mkdir(parents=True)
     check_output(tmp_path / "run")

@@ -85,9 +85,13 @@ def simulate_as_recorded(
 
     Raises:
         ValueError: no lengths are recorded, costs are missing, or a change is invalid.
+        IncomparableError: a change is one of the work, so the figures would not be of the recorded run.
     """
     run = recorded.manifest.run
-    run = change_run(run, changes) if changes else run
+    if changes:
+        changed = change_run(run, changes)
+        check_same_work(changed, run, ("with --set", "in the recorded run"))
+        run = changed
     algorithm = replace(run.algorithm, steps=num_steps)
     return simulate(replace(run, workload=recorded.workload, algorithm=algorithm, faults=()))
 

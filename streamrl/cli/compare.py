@@ -68,6 +68,8 @@ def compare(
     else:
         console = stdout_console()
         console.print(comparison_table(expected, figures, intervals=intervals))
+        if figures.note:
+            console.print(f"\nnote on the executed run: {figures.note}", highlight=False)
         if cause := most_different_cause(expected, figures):
             console.print(f"\n{cause}", highlight=False)
         if hint := measure_first_text(expected, str(measured)):
