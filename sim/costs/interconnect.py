@@ -7,8 +7,11 @@ domain, and its trees between domains, with the latencies of NCCL's own tuning m
     seconds = base + 2 x ((GPUs of a domain - 1) x hop within + log2(domains) x hop between) + bytes / rate
 
 The faster protocol of `TREES` counts. On the 8 H100 of one node, this is within 27 % of NCCL's measured table
-for 64 KiB and 1 MiB. On four nodes, PyTorch's all-reduce of 1 MiB takes 118 us (stas00/ml-engineering 7bc7c30,
-network/benchmarks, GPUs not stated). On four nodes of H100 it takes 76 us here. So it counts as a roofline.
+for 64 KiB and 1 MiB. Between nodes they take up to 256 KiB as long as was measured within 19 %, and then as little as 0.6 times
+as long. `MEASURED` has the seconds of 2 and 4 nodes of H100. So the seconds of the trees count times what was measured over
+what the trees take on H100, at the same size and number of domains. That other GPUs and networks differ from the trees
+as H100 does is an assumption, and so is that more domains do as 4. The latter is within 25 % of the eight
+published latencies of 8 nodes. So it counts as a roofline.
 
 All-to-all: wide expert parallelism sends tokens to the experts of other GPUs and back. Few tokens
 go directly to each of their experts (DeepEP's low-latency kernels). Many tokens go once to each
@@ -24,6 +27,7 @@ measured on other networks and in the normal kernels, so it counts as a roofline
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import log2
 from typing import NamedTuple
 
@@ -69,6 +73,11 @@ class Interconnect:
 
     def reduced(self, num_bytes: Floats, domains: int) -> Estimate:
         """Return the seconds in which all GPUs of several domains all-reduce `num_bytes` with NCCL."""
+        seconds = self.in_trees(num_bytes, domains) * over_trees(num_bytes, domains)
+        return unmeasured(seconds, self.source, NETWORK)
+
+    def in_trees(self, num_bytes: Floats, domains: int) -> Floats:
+        """Return the seconds of that all-reduce by NCCL's own tuning model."""
         rate, size = self.network * self.domain / 2, np.log2(num_bytes / SMALLEST)
         found = [
             tree.base
@@ -77,7 +86,7 @@ class Interconnect:
             / (rate * tree.share * np.interp(size, range(len(tree.reached)), tree.reached))
             for tree in TREES
         ]
-        return unmeasured(np.minimum(*found), self.source, NETWORK)
+        return np.minimum(*found)
 
     def sent_on(self, num_bytes: Floats, num_gpus: int) -> Estimate:
         """Return the seconds in which a GPU sends `num_bytes` to the next stage of a replica of `num_gpus`.
@@ -114,6 +123,13 @@ TREES = (
     Tree(base=14.0e-6, near=1.25e-6, far=8.5e-6, share=0.9 * 0.915, reached=LL128),
 )
 """NCCL's protocols LL and LL128 (NVIDIA/nccl, src/graph/tuning.cc, since version 2.18)."""
+SIZES = tuple(2.0**power for power in (10, 13, *range(16, 28)))
+MEASURED = {
+    2: (26.7, 31.7, 33.1, 38.1, 46.8, 70.3, 77.3, 85.1, 103.1, 141.0, 193.4, 268.9, 468.0, 750.0),
+    4: (37.1, 45.6, 47.6, 55.1, 66.9, 72.8, 87.8, 144.3, 164.0, 229.5, 272.0, 412.5, 594.5, 1028.5),
+}
+"""Microseconds of an all-reduce of `SIZES` bytes, by nodes of 8 H100 with a 400 Gbps port for each GPU. NCCL 2.26.2, in place;
+from 1 MiB, the mean of two clusters, which differ by 29 % at most (NVIDIA/nccl-tests issue 309)."""
 NETWORK, STAGES = "all-reduce between nodes", "transfers between pipeline stages"
 """What takes seconds that rest on datasheets."""
 START_TIME, NEAR_START_TIME, ACHIEVED = 30e-6, 40e-6, 0.9
@@ -124,6 +140,24 @@ H100 with 2 to 256 tokens on 1 to 8 nodes (SGLang 0.5.6, PyPI aiconfigurator-cor
 """
 SCALE = 1 + 4 / 128
 """Bytes of a value that is dispatched in fp8, with a float32 scale for each 128 values."""
+
+
+@cache
+def _measured_over_trees() -> tuple[Floats, ...]:
+    """Return what was measured over what trees take, [2 and 4 nodes][SIZES]."""
+    wires = Interconnect.of(PoolConfig(gpu="h100", nodes=max(MEASURED)))
+    return tuple(
+        np.array(times) * 1e-6 / wires.in_trees(np.array(SIZES), nodes)
+        for nodes, times in MEASURED.items()
+    )
+
+
+def over_trees(num_bytes: Floats, domains: int) -> Floats:
+    """Return how many times as long as in trees an all-reduce of `num_bytes` takes on `domains` nodes of H100."""
+    two, four = (
+        np.interp(np.log2(num_bytes), np.log2(SIZES), times) for times in _measured_over_trees()
+    )
+    return two + (four - two) * min(max(log2(domains) - 1, 0.0), 1.0)
 
 
 def routed_copies(

@@ -163,7 +163,7 @@ LIMITS = (
     "Grace hosts are slower, but engines keep the seconds of x86 hosts. One operation takes 2.75 times as long there "
     "(NVIDIA/TransformerEngine issue 2053). With that for the host's part of decode steps, the synchronous step would be 4 % too short, "
     "and the asynchronous step of Llama-3.1-8B 78 % too long.",
-    "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 14 to 16 % too short if it takes turns, and 7 % if it does not. So 15 of 19 missing "
+    "DeepSeek-V3 on H100 (NeMo-RL 0.5 and 0.6) is predicted 13 to 15 % too short if it takes turns, and 5 % if it does not. So 14 of 17 missing "
     "seconds are in the switch, or in passes that asynchronous steps hide. No stage of these steps was published. The checkpoint of 0.6 is "
     "another one, and its page says that tokens per second of releases do not compare. Each row has the lengths of its own release.",
     "NeMo-RL 0.4 takes 15 to 20 % longer than 0.5 for mixtures of one layout, and 5 to 8 % for dense models. The offload of the optimizer for "
@@ -183,7 +183,9 @@ LIMITS = (
     "RLinf and verl 0.5 generate with SGLang 0.4. Their rows take constants of one page about H20. SGLang 0.4.9 alone is twice as fast on "
     "H100, and with its seconds their generation would be 38 % too short. Inside verl, SGLang was slower than alone (verl issue 1208), "
     "and nobody published why. So the seconds of both are ends of a range.",
-    "Tensor ranks on several nodes: the latency of NCCL between nodes was checked on one row (76 us for a measured 118 us).",
+    "Tensor ranks on several nodes: NCCL was measured on 2 to 8 nodes of H100 with 400 Gbps a GPU. That other GPUs and networks differ from "
+    "NCCL's tuning model as these do was not checked. On four nodes of GPUs that are not stated, 1 MiB takes 118 us, and 88 us on H100 "
+    "(stas00/ml-engineering 7bc7c30).",
     "Generation has larger errors than other stages, and few rows. Its own spread is pulled towards that of all stages, so its bands "
     "alone are too narrow.",
     "Vision towers take memory and sync bytes, and no seconds: images are not simulated.",
