@@ -146,9 +146,9 @@ def test_published_runs_that_are_well_tuned_are_normal(place: int, pick: int) ->
     assert {"generation", "train"} <= {text.split(":")[0] for text in found.not_the_problem}
 
 
-def _measured(tokens: float, stages: dict[str, float]) -> MeasuredSteps:
-    seconds = {name: stages[name] for name in ("generation", "score", "train")}
-    step = MeasuredStep(step=1, step_time=stages["step"], output_tokens=tokens, **seconds)
+def _measured(tokens: float, stages: dict[str, tuple[float, float]]) -> MeasuredSteps:
+    seconds = {name: stages[name][0] for name in ("generation", "score", "train")}
+    step = MeasuredStep(step=1, step_time=stages["step"][0], output_tokens=tokens, **seconds)
     return MeasuredSteps(source="published", framework="csv", steps=(step,))
 
 

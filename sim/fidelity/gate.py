@@ -35,7 +35,9 @@ class Partition(NamedTuple):
     median: float
     p90: float
     in_band: float | None
-    """Share of the published figures in the bands of their predictions; None without bands."""
+    """Share of the published figures in the bands of their predictions, or within ranges over unknown inputs; None
+    without either.
+    """
     half_band: float | None
     """Half the distance of the median ends of these bands, relative to the prediction."""
 
@@ -133,8 +135,9 @@ def _uncalibrated(new: Partition, old: Partition) -> Iterator[str]:
 
 def _partition(found: Summary) -> Partition:
     half = None if found.band is None else (found.band[1] - found.band[0]) / 2
+    covered = found.within_range if found.in_band is None else found.in_band
     in_band, half_band = (
-        None if figure is None else round(figure, DIGITS) for figure in (found.in_band, half)
+        None if figure is None else round(figure, DIGITS) for figure in (covered, half)
     )
     median, p90 = round(found.median, DIGITS), round(found.p90, DIGITS)
     return Partition(found.rows, median, p90, in_band, half_band)

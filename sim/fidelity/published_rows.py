@@ -48,6 +48,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     predicted: tuple[float, float]
     band: tuple[float, float] | None = None
     """Ends of the band that a report shows for the prediction; None for what has no band."""
+    counts_as_range: bool = False
+    """Whether the prediction is its range over unknown inputs. It has no band then, and the published figure is within the
+    range or outside.
+    """
     is_fitted: bool = False
     """Whether constants of the prediction were fitted to rows of this shape."""
     left_out: float | None = None
@@ -110,6 +114,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.band and middle(self.published) > self.band[1]
 
     @property
+    def is_within_range(self) -> bool | None:
+        """Return whether the published figure is within the range of the prediction; None if it does not count as one."""
+        if not self.counts_as_range:
+            return None
+        return min(self.predicted) <= middle(self.published) <= max(self.predicted)
+
+    @property
     def evidence(self) -> Evidence:
         """Return whether a constant was fitted to the row's source, and how the row is judged then."""
         if not self.is_fitted:
@@ -138,6 +149,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the published figures that are above these bands."""
     band: tuple[float, float] | None = None
     """Medians of the lower and the upper ends of these bands, relative to the prediction."""
+    within_range: float | None = None
+    """Share of the published figures within the range of their predictions, of those that count as ranges."""
     rows_beside: int = 0
     """Rows that another tool predicts too."""
     median_beside: float | None = None
@@ -178,6 +191,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
     in_band = [row.is_in_band for row in rows if row.is_in_band is not None]
     above = [row.is_above_band for row in rows if row.is_above_band is not None]
     ends = [(row.band[0] / row.best, row.band[1] / row.best) for row in rows if row.band]
+    within = [row.is_within_range for row in rows if row.is_within_range is not None]
     others = np.array([row.error_beside for row in rows if row.error_beside is not None])
     return Summary(
         rows=len(rows),
@@ -190,6 +204,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         in_band=fmean(in_band) if in_band else None,
         above_band=fmean(above) if above else None,
         band=tuple(np.median(ends, axis=0).tolist()) if ends else None,
+        within_range=fmean(within) if within else None,
         rows_beside=len(others),
         median_beside=float(np.median(abs(others))) if len(others) else None,
     )
@@ -215,8 +230,8 @@ def group_table(rows: Sequence[Row], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name, some in (*grouped(rows).items(), ("all", rows)):
         found = summarise(some)
-        width = f"{found.width:.0%}" if found.width > 0 else ""
         errors = f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}"
+        width = width_text(found)
         figures = (str(found.rows), *errors, width, in_band_text(found), band_text(found))
         table.add_row(name, *figures, *((beside_text(found),) * has_other))
     return table
@@ -231,6 +246,14 @@ def in_band_text(found: Summary) -> str:
         return ""
     shares = (found.in_band, found.above_band, 1 - found.in_band - found.above_band)
     return " / ".join(f"{max(0.0, share):.0%}" for share in shares)
+
+
+def width_text(found: Summary) -> str:
+    """Return the median width of ranges, and the share of published figures within them; nothing without ranges."""
+    width = f"{found.width:.0%}" if found.width > 0 else ""
+    width += f" (widest {found.widest:.0%})" if found.widest > found.width else ""
+    within = "" if found.within_range is None else f"{found.within_range:.0%} within"
+    return ", ".join(filter(None, (width, within)))
 
 
 def band_text(found: Summary) -> str:

@@ -155,8 +155,10 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     table: dict[str, Any]
     opens: dict[str, list[Any]]
     """Possible values of the dotted keys that the source does not state."""
-    stages: dict[str, float]
-    """Published seconds by stage, with the names of `PhaseSeconds`."""
+    stages: dict[str, tuple[float, float]]
+    """Lowest and highest published seconds by stage, with the names of `PhaseSeconds`. They differ where a source
+    contradicts itself.
+    """
     fitted: list[str]
     """Stages with constants that rest on this very source."""
     generation_has_sleep: bool = False
@@ -211,12 +213,18 @@ def load_published(path: Path = PATH) -> list[Published]:
                     mean_tokens=step["mean_tokens"],
                     table=table,
                     opens={**group["opens"], **step.get("opens", {})},
-                    stages=step.get("stages", {}),
+                    stages={name: _ends(own) for name, own in step.get("stages", {}).items()},
                     fitted=group["fitted"],
                     generation_has_sleep=group.get("generation_has_sleep", False),
                 )
             )
     return found
+
+
+def _ends(published: float | Sequence[float]) -> tuple[float, float]:
+    """Return both ends of published seconds: one figure, or the lowest and the highest one."""
+    low, high = published if isinstance(published, Sequence) else (published, published)
+    return float(low), float(high)
 
 
 STAGES_OF: dict[str, Stage | Literal["step"]] = {
@@ -445,7 +453,7 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             group=group,
             shape=step.table["model"]["name"],
             unit="s",
-            published=(seconds, seconds),
+            published=seconds,
             predicted=(min(ours), max(ours)),
             stage=STAGES_OF[stage],
             basis=times[0].basis,

@@ -36,6 +36,7 @@ from streamrl.sim.fidelity.published_rows import (
     publisher,
     range_text,
     summarise,
+    width_text,
 )
 from streamrl.sim.fidelity.ratios import DOUBLED, DOUBLED_ASYNCHRONOUS, PAIRS, num_reversed
 from streamrl.sim.fidelity.served import coverage
@@ -71,6 +72,8 @@ TOTALS = "totals alone"
 """Mark of whole steps whose stages were not published."""
 FEW = 20
 """Fewer rows have no 90th percentile; the page shows the worst one."""
+MOE_STEPS = "whole RL steps: MoE models"
+"""Begin of the partitions that the long scorecard also shows by model."""
 MANY_GPUS = 128
 OF_MANY_GPUS = f"whole RL steps: at least {MANY_GPUS} GPUs (rows that are counted elsewhere too)"
 """The partition of large steps, which are also in the partitions of their models."""
@@ -82,7 +85,7 @@ NOTES = {
     "median errors of AIConfigurator 0.12.0 for the same points, and their number if it predicts fewer.",
     "served-ranges": "The sample does not state the number of decode workers, whether GPUs are tensor or attention ranks, or whether draft "
     "tokens were used. A point is the range over all of them, and its error is that of the geometric middle. "
-    "*in band* is the share of published values within the range.",
+    "*within* is the share of published values within the range.",
     "steps": "A row whose range is wider than 10 % has unknown inputs and is in a group of its own. These inputs are the shape of "
     "lengths (generation of NeMo-RL 0.3) and whether a layer recomputes (RLinf, verl 0.5). Others are degrees and "
     "recomputation (Llama-3.1-70B with DTensor), the racks in which nodes are (MoE models on GB200), and the memory of KV "
@@ -100,6 +103,7 @@ HOW_TO_READ = (
     "- *rows no program fitted*: no program fitted a constant to these rows. But the model was developed while they were known: terms",
     "  and inputs were chosen by people who saw these errors. So this is a development set and no blind test. Predictions that were",
     "  dated before anyone of this project read the results are in [predictions](predictions.md).",
+    "- Lines with the name of a model are a part of the line above them. Their errors may have opposite signs.",
     "- *first prediction*: the median error of the first prediction of the same rows, of 2026-11-29",
     "  (`profiles/published/first_predictions.csv`). It is the closest to a blind test that these rows have.",
     "- *totals alone*: no stage of these steps was published. A right total can have two wrong stages.",
@@ -108,11 +112,11 @@ HOW_TO_READ = (
     "  shows the worst error instead of p90.",
     "- *bias* is the median of signed errors;",
     "- *range*: if a source does not state an input, the prediction is a range, and its error is that of the geometric",
-    "  middle. The column shows the median width of the ranges. No such row counts as exact.",
+    "  middle. The column shows the median width of the ranges. No such row counts as exact. *within*: the share of published",
+    "  figures in the range, for served points with unknown inputs. They have no band.",
     "- *unknown inputs*: rows whose range is wider than 10 %. They are in a partition of their own, by this width alone.",
     "- *in band / above / below*: the shares of published figures within a band, above it and below it. The band was computed",
-    "  without the row's source. They shall be 80, 10 and 10 %. A figure above is a step that costs more than its band says. For served",
-    "  points with unknown inputs, the band is the range.",
+    "  without the row's source. They shall be 80, 10 and 10 %. A figure above is a step that costs more than its band says.",
     "- *band*: the median ends of such bands, relative to the prediction. The upper half is wider, because steps are more often",
     "  predicted too short than too long.",
     "- *left out*: constants were fitted to such rows. Each row is predicted by constants without its model, or without its",
@@ -268,7 +272,7 @@ def scorecard(sets: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """
     yield f"| published | {FREE} | sources | median | first prediction | p90 | bias | range | {IN_BAND} | band | fitted rows: left out | in sample |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
-    rows = _partitions(sets)
+    rows = _with_models(_partitions(sets))
     free = {partition: _free(some) for partition, some in rows.items()}
     for partition in sorted(rows, key=lambda each: not free[each]):
         cells = "0 | | | | | | | |"
@@ -309,6 +313,21 @@ def _partitions(sets: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
             if row.stage == "step" and row.num_gpus is not None and row.num_gpus >= MANY_GPUS:
                 rows.setdefault(OF_MANY_GPUS, []).append(row)
     return rows
+
+
+def _with_models(partitions: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
+    """Return partitions, and after each one of whole steps of several MoE models its rows by model.
+
+    Errors of two models may have opposite signs, so that those of both together look unbiased.
+    """
+    found: dict[str, list[Row]] = {}
+    for name, rows in partitions.items():
+        found[name] = rows
+        models = dict.fromkeys(row.shape for row in rows)
+        if name.startswith(MOE_STEPS) and len(models) > 1:
+            for model in models:
+                found[f"{name}: {model}"] = [row for row in rows if row.shape == model]
+    return found
 
 
 def _free(rows: Sequence[Row]) -> list[Row]:
@@ -548,9 +567,8 @@ def _with_reported_band(row: Row, errors: StepErrors) -> Row:
 def _figures(found: Summary) -> str:
     """Return the cells of a summary."""
     errors = f"{found.median:.1%} | {_high(found)} | {found.bias:+.1%}"
-    width = f"{found.width:.0%}" if found.width > 0 else ""
-    width += f" (widest {found.widest:.0%})" if found.widest > found.width else ""
-    return f"{found.rows} | {errors} | {width} | {in_band_text(found)} | {band_text(found)}"
+    bands = f"{in_band_text(found)} | {band_text(found)}"
+    return f"{found.rows} | {errors} | {width_text(found)} | {bands}"
 
 
 def _high(found: Summary) -> str:

@@ -297,7 +297,7 @@ def _row(point: ServedPoint) -> Row:
         unit="ms",
         published=(point.tpot, point.tpot),
         predicted=(low, high),
-        band=None if is_known else (low, high),
+        counts_as_range=not is_known,
         beside=others_predictions().get(point.key),
         note="" if is_known else "number of workers, kind of ranks or draft tokens unknown",
         source=f"ai-dynamo/aiconfigurator 095f58a51: {point.key}",
