@@ -155,11 +155,15 @@ HOW_BANDS_ARE_MADE = (
 )
 LIMITS = (
     "Five published steps of NeMo-RL were not compared: Llama-3.1-8B in fp8, DeepSeek-V3 in fp8 (two) and with DAPO, and Nemotron on "
-    "software tasks. One row contradicts itself: 231 s for Qwen3-235B-A22B of 0.6, 1 step off, does not fit its tokens per second (199 s).",
-    "MoE models on GB200: how nodes are placed in racks is not stated, so a step whose groups may span racks is a range. With the default, "
-    "one rack, asynchronous steps of DeepSeek-V3 and Qwen3-235B-A22B are 31 to 42 % too short; they are bound by generation on replicas of "
-    "several nodes. Over half of DeepSeek-V3's synchronous step is refit and switch, which were measured on H100 alone, and its generation is "
-    "that of the asynchronous steps. So where its synchronous steps agree, two errors probably cancel.",
+    "software tasks. One row contradicts itself: Qwen3-235B-A22B of 0.6, 1 step off. Its page states 231 s, and tokens per second that "
+    "give 199 s. It counts as the range of both.",
+    "MoE models on GB200: how nodes are placed in racks is not stated, so a step whose groups may span racks is a range. Runs of more "
+    "than 72 GPUs are in several racks, and NeMo-RL up to 0.6 places replicas without regard to racks, so there no replica of several nodes "
+    "counts as in one. Asynchronous steps of DeepSeek-V3 and Qwen3-235B-A22B are 19 to 24 % too short; they are bound by generation on these "
+    "replicas. Over half of DeepSeek-V3's synchronous step is refit and switch, which were measured on H100 alone, and its generation is that "
+    "of the asynchronous steps. So where its synchronous steps agree, two errors probably cancel. Optimizer states go to pageable memory at "
+    "the rate of x86 hosts. For Grace nobody published one, and sources disagree: staged copies to GPUs are several times as slow there "
+    "(sgl-project/sglang issue 29731), or nearly as fast as pinned ones (NVIDIA/cosmos-framework pull request 150).",
     "Passes of NeMo-RL's loss over logits are counted in its code and come on top of the 1.1 to 1.3 times that its passes take (its issue 2129). "
     "If the issue's figure has a part of them, training is predicted too long by up to that part.",
     "Qwen3-32B on GB200: its synchronous and its asynchronous step train on 16 GPUs, and lack 62 and 64 s. So log-probs and training there "
@@ -471,7 +475,7 @@ def _origins(banded: Sequence[Row]) -> Iterator[str]:
         lowest = np.median([abs(row.predicted[0] / middle(row.published) - 1) for row in ranges])
         yield (
             f"{len(ranges)} of the unfitted ones are ranges, and their error is that of the middle. At the lower end it is "
-            f"{lowest:.1%} in median. For MoE models on GB200 that is the default, one rack."
+            f"{lowest:.1%} in median. For MoE models on GB200 it has the fewest racks."
         )
 
 
