@@ -382,8 +382,7 @@ class Replica:
         beside = len(self._running) - len(joined)
         prefill_time = self._costs.prefill_time(tokens, pairs, beside, num_prefixes)
         if self._has_turns and self._costs.serving_time:
-            num_continued = sum(attempt.begun_with > 0 for attempt in joined)
-            prefill_time += num_continued * self._costs.serving_time
+            prefill_time += len(joined) * self._costs.serving_time
         for attempt in joined:
             attempt.prefill_time = attempt.prefill_time or prefill_time
         return prefill_time

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -14,7 +16,7 @@ from msgspec.structs import replace
 
 from streamrl.executor.launchers.launcher import REPLICA, TRAINER
 from streamrl.executor.launchers.worker import MODULE
-from streamrl.executor.profiling import environment_times
+from streamrl.executor.profiling import environment_times, profile_file, profiler
 from streamrl.executor.profiling import rollout_overhead as handling
 from streamrl.executor.profiling.environment_times import (
     EnvironmentTimes,
@@ -22,7 +24,7 @@ from streamrl.executor.profiling.environment_times import (
     times_of,
 )
 from streamrl.executor.profiling.measurements import Limits, RayPlace, Readings, RefillStream, Setup
-from streamrl.executor.profiling.profile_file import make_setup, turnover_times
+from streamrl.executor.profiling.profile_file import make_setup, to_profile, turnover_times
 from streamrl.executor.profiling.rollout_overhead import (
     HandlingWatch,
     Taken,
@@ -30,6 +32,8 @@ from streamrl.executor.profiling.rollout_overhead import (
     measure_handling,
     read_handling,
 )
+from streamrl.executor.profiling.timed_roles import TimedReplicaRole
+from streamrl.executor.roles import Request
 from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.hardware.measured_profile import ModelOperation, read_measured, write_measured
 from streamrl.record.metrics import measure
@@ -134,8 +138,54 @@ def test_handling_is_timed_by_executing_a_run(
     )
     taken = measure_handling(setup, turns=2)
     assert len(taken.handling) == 4 - 1 and all(0 < each < 1 for each in taken.handling)
-    assert all(0 < own < all_of for own, all_of in zip(taken.serving, taken.handling, strict=True))
     assert len(taken.pushes) == 4 - 2 and all(0 < each < 1 for each in taken.pushes)
+
+
+def test_a_turn_takes_what_a_stream_of_calls_takes_and_a_rollout_what_that_of_a_queue_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_directory(tmp_path / "model")
+    monkeypatch.setattr(profile_file, "_tables", lambda *_: make_profile(model))
+    limits = Limits(max_running=4, max_context=64, max_tokens_per_pass=64)
+    setup = make_setup(model, gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=True)
+    found = to_profile(setup, "cpu", Readings(streams=[stream(EXCESS)], turns=[stream(SERVING)]))
+    assert found.turnover is not None and found.serving is not None
+    assert found.turnover.seconds == pytest.approx((EXCESS,) * 3, rel=1e-3)
+    assert found.serving.seconds == pytest.approx((SERVING,) * 3, rel=1e-3)
+
+
+def test_turns_are_called_one_by_one_while_a_batch_is_full(tmp_path: Path) -> None:
+    most, seen = 4, set[int]()
+
+    class Replica:
+        running = ends = 0
+
+        async def generate(self, request: Request) -> None:
+            self.running += 1
+            seen.add(self.running)
+            for _ in range(request.max_tokens):
+                await asyncio.sleep(0)
+            self.running -= 1
+            self.ends += 1
+
+        async def passes(self) -> list[TimedPass]:
+            return []
+
+    replica, readings = Replica(), Readings()
+    save_tiny_model(tmp_path / "whole", SYMBOLS)
+    setup = make_setup(
+        tmp_path / "whole",
+        gpu="cpu",
+        dtype="float32",
+        threads=1,
+        limits=Limits(max_running=most, max_context=64, max_tokens_per_pass=64),
+        is_quick=True,
+    )
+    bench = profiler._bench(setup, readings, lambda _: None, tmp_path)
+    asyncio.run(bench._time_turns(cast(TimedReplicaRole, replica)))
+    assert readings.turns == [RefillStream(profiler.REFILLS * most, [])]
+    assert replica.ends == profiler.REFILLS * most
+    assert max(seen) == most, "no call waits in the queue"
 
 
 def test_an_action_is_what_more_turns_add_beyond_the_process_of_their_environment(
@@ -143,7 +193,7 @@ def test_an_action_is_what_more_turns_add_beyond_the_process_of_their_environmen
 ) -> None:
     def measured(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
         own, served = (0.0, 0.0) if turns is None else (START + turns * ACTION, turns * SERVING)
-        return Taken([1.0 + own + served] * 3, [0.5 + served] * 3)
+        return Taken([1.0 + own + served] * 3)
 
     def times_of(environment: MeasuredEnvironment) -> EnvironmentTimes:
         is_idle = environment.config.implementation == handling.ENVIRONMENT
@@ -164,8 +214,7 @@ def test_an_action_is_what_more_turns_add_beyond_the_process_of_their_environmen
     readings = Readings()
     read_handling(setup, readings, lambda _: None)
     assert readings.handling == [1.0] * 3
-    assert readings.action == [pytest.approx(ACTION * 3 / 4)]
-    assert readings.serving == [pytest.approx(SERVING)]
+    assert readings.action == [pytest.approx(ACTION * 3 / 4 + SERVING)]
     assert readings.environment_action == [pytest.approx(ACTION / 4)]
     assert readings.environment_start == [pytest.approx(START / 2)]
     monkeypatch.setattr(handling, "load_tokenizer", lambda _: None)
@@ -283,7 +332,7 @@ def test_as_many_environments_compute_at_a_time_as_there_are_cores(
     assert ends[-1] == pytest.approx(seconds)
 
 
-def test_later_turns_take_the_time_of_their_server_from_the_replica(tmp_path: Path) -> None:
+def test_turns_take_the_time_of_their_server_from_the_replica(tmp_path: Path) -> None:
     model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
     episodes = {
         "max_turns": 3,
@@ -304,4 +353,4 @@ def test_later_turns_take_the_time_of_their_server_from_the_replica(tmp_path: Pa
         return measure(simulate(run)).step_time
 
     added = step_time(SERVING) - step_time(0.0)
-    assert added == pytest.approx(2 * SERVING * run.algorithm.rollouts_per_step, rel=0.3)
+    assert added == pytest.approx(3 * SERVING * run.algorithm.rollouts_per_step, rel=0.3)

@@ -129,7 +129,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def num_points(self) -> int:
         """Number of points that are reported to the watcher."""
         plan = self.plan
-        replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 1
+        replica = len(plan.decode) + len(plan.mixed) + len(plan.prefill) + len(plan.join) + 2
         trainer = len(plan.passes) + len(plan.calls) + 1
         points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
         points += plan.repeats * len(plan.rewards) if self.reward_model is not None else 0
@@ -206,7 +206,7 @@ def _spread(first: int, last: int, count: int) -> list[int]:
 
 
 class RefillStream(NamedTuple):
-    """The passes of a replica whose queue was never empty."""
+    """The passes of a replica whose batch was refilled: from its queue, or by calls that arrive meanwhile."""
 
     num_rollouts: int
     passes: list[TimedPass]
@@ -251,9 +251,11 @@ class Readings:
     """Bytes that a relay sent, and the number of weights or changes in them."""
     refill_passes: list[float] = field(default_factory=list)
     streams: list[RefillStream] = field(default_factory=list)
+    """From its queue, which was never empty."""
+    turns: list[RefillStream] = field(default_factory=list)
+    """By calls: each rollout is called once another one has ended, as the turns of episodes are."""
     handling: list[float] = field(default_factory=list)
     action: list[float] = field(default_factory=list)
-    serving: list[float] = field(default_factory=list)
     environment_action: list[float] = field(default_factory=list)
     environment_start: list[float] = field(default_factory=list)
     handling_over_ray: list[float] = field(default_factory=list)

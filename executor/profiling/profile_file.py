@@ -127,14 +127,17 @@ def profile_model(setup: Setup, gpu: str, watch: Watch) -> MeasuredProfile:
 def to_profile(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
     """Return the profile of these readings; each row has the quartiles of one point."""
     tables = _tables(setup, gpu, readings)
-    turnover = list(turnover_times(tables, readings.streams))
-    return msgspec.structs.replace(tables, turnover=_once(turnover))
+    turnover, serving = (
+        _once([*turnover_times(tables, streams)]) for streams in (readings.streams, readings.turns)
+    )
+    return msgspec.structs.replace(tables, turnover=turnover, serving=serving)
 
 
 def turnover_times(profile: MeasuredProfile, streams: Sequence[RefillStream]) -> Iterator[float]:
     """Yield, for each stream, the seconds per rollout that the profile's tables do not predict.
 
-    The tables predict the seconds of each pass of a stream. The rest is the cost of starting and ending rollouts.
+    The tables predict the seconds of each pass of a stream. The rest is the cost of starting and ending rollouts. If they
+    arrive one by one, it includes the time in which the server keeps the interpreter from the passes.
     """
     most = max((one.running for stream in streams for one in stream.passes), default=1)
     decode, prefill = fit_decode(profile.decode, most), fit_prefill(profile.prefill, profile.join)
@@ -222,7 +225,6 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         ),
         handling=_once(readings.handling),
         action=_once(readings.action),
-        serving=_once(readings.serving),
         environment_action=_once(readings.environment_action),
         environment_start=_once(readings.environment_start),
         handling_over_ray=_once(readings.handling_over_ray),

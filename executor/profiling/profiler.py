@@ -235,6 +235,8 @@ class _Bench:
             self._watch("join")
         await self._time_refill(replica)
         self._watch("refill")
+        await self._time_turns(replica)
+        self._watch("turns")
 
     async def time_decode(self, replica: TimedReplicaRole, running: int, context: int) -> None:
         """Decode `running` rollouts with about `context` tokens each.
@@ -292,8 +294,7 @@ class _Bench:
 
     async def _time_refill(self, replica: TimedReplicaRole) -> None:
         """Keep the replica's queue filled, count its empty slots, and write tokens to disk as a run does."""
-        most = self._limits.max_running
-        lengths = [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(REFILLS * most)]
+        most, lengths = self._limits.max_running, self._stream_lengths()
         with tempfile.TemporaryDirectory(dir=self._scratch) as tokens:
             await asyncio.gather(
                 *(self._generate(replica, 1, SHORT, n, Path(tokens)) for n in lengths)
@@ -310,6 +311,27 @@ class _Bench:
                 break
         if refilled:
             self._readings.refill_passes.append(empty / refilled)
+
+    async def _time_turns(self, replica: TimedReplicaRole) -> None:
+        """Keep the batch filled by calls that arrive one by one, as those of the turns of episodes do.
+
+        The queue of the replica is empty. Each end of a rollout is answered with the next call.
+        """
+        planned = self._stream_lengths()
+        lengths = iter(planned)  # shared: whoever ends first takes the next
+
+        async def episode(tokens: Path) -> None:
+            for length in lengths:
+                await self._generate(replica, 1, SHORT, length, tokens)
+
+        with tempfile.TemporaryDirectory(dir=self._scratch) as tokens:
+            await asyncio.gather(*(episode(Path(tokens)) for _ in range(self._limits.max_running)))
+        self._readings.turns.append(RefillStream(len(planned), await replica.passes()))
+
+    def _stream_lengths(self) -> list[int]:
+        """Return the output tokens of each rollout of a stream."""
+        count = REFILLS * self._limits.max_running
+        return [self._random.randint(SHORT // 2, 2 * SHORT) for _ in range(count)]
 
     async def _generate(
         self,

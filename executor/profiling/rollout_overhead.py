@@ -5,8 +5,8 @@ trainer's overhead is left out: its thread serves calls before it computes, so t
 
 Episodes of several turns take more: their environment's process starts, and each turn is a call of it and one more call of
 the replica. Runs with few and with many turns of an environment that computes nothing show the CPU seconds of a turn. The
-environment's process runs beside all others, so its share is measured alone (`environment_times`): of the environment that
-computes nothing, which is subtracted, and of the one that the setup names.
+environment's process runs beside all others, so its share is measured without them (`environment_times`): of the environment
+that computes nothing, which is subtracted, and of the one that the setup names.
 
 Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
 The busiest thread of an actor is the one that computes. Other threads also push and load weights once a step. The
@@ -75,8 +75,6 @@ class Taken(NamedTuple):
 
     handling: Sequence[float] = ()
     """CPU seconds per rollout, as a mean for each step."""
-    serving: Sequence[float] = ()
-    """Those of the replica's server among them."""
     pushes: Sequence[float] = ()
     """Seconds of each push of whole weights, or of adapters if those are measured."""
 
@@ -111,7 +109,7 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
 
 
 def read_turns(readings: Readings, few: Taken, many: Taken, idle: EnvironmentTimes) -> None:
-    """Record the CPU seconds that a turn takes in the controller, and in the server of its replica.
+    """Record the CPU seconds that a turn takes in the controller and in the server of its replica.
 
     Args:
         readings: gets them.
@@ -121,9 +119,7 @@ def read_turns(readings: Readings, few: Taken, many: Taken, idle: EnvironmentTim
     """
     num_turns = MANY_TURNS - FEW_TURNS
     whole = (median(many.handling) - median(few.handling)) / num_turns
-    serving = (median(many.serving) - median(few.serving)) / num_turns
-    readings.action.append(max(LEAST, whole - serving - idle.action))
-    readings.serving.append(max(LEAST, serving))
+    readings.action.append(max(LEAST, whole - idle.action))
 
 
 def _own_environment(setup: Setup) -> MeasuredEnvironment:
@@ -154,7 +150,7 @@ def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | Non
         trace = execute(handled_run(setup, ray, scratch, turns), watch=clock)
     pushes = read_timeline(trace).link
     times = [span.end - span.start for span in pushes[1:]]
-    return Taken(clock.handling[1:], clock.serving[1:], times)
+    return Taken(clock.handling[1:], times)
 
 
 def handled_run(setup: Setup, ray: RayPlace | None, scratch: Path, turns: int | None = None) -> Run:
@@ -219,12 +215,10 @@ class _Clock:
     def __init__(self, *, is_over_ray: bool) -> None:
         self._watch = HandlingWatch(is_over_ray=is_over_ray)
         self.handling: list[float] = []
-        self.serving: list[float] = []
 
     def __call__(self, event: Event, state: State, now: float) -> None:
         if isinstance(event, Stepped):
             self.handling.append(self._watch.take() / (PROMPTS * GROUP_SIZE))
-            self.serving.append(self._watch.serving / (PROMPTS * GROUP_SIZE))
 
 
 class HandlingWatch:
@@ -236,14 +230,11 @@ class HandlingWatch:
         """CPU seconds of each process, and of each thread of an actor, at the last call."""
         self._own = 0.0
         """CPU seconds that this measurement itself has taken; they are subtracted."""
-        self.serving = 0.0
-        """CPU seconds of the servers of replicas between the last two calls."""
 
     def take(self) -> float:
         """Return the CPU seconds since the last call."""
         began_at = time.process_time()
         taken = self._lately((os.getpid(), 0), began_at - self._own)
-        self.serving = 0.0
         for process in self._processes():
             with suppress(psutil.Error):  # the process has ended
                 if process.name().startswith(ACTOR):
@@ -251,9 +242,7 @@ class HandlingWatch:
                     lately = [self._lately((process.pid, name), so_far) for name, so_far in times]
                     taken += sum(lately) - max(lately)
                 else:
-                    own = self._lately((process.pid, 0), _handling_time(process))
-                    taken += own
-                    self.serving += own if _is_replica(process) else 0.0
+                    taken += self._lately((process.pid, 0), _handling_time(process))
         self._own += time.process_time() - began_at
         return taken
 

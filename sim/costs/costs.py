@@ -187,10 +187,10 @@ class Costs(TrainerCosts):
     cores they share.
     """
     action_time: float = 0.0
-    """CPU seconds per start or action of an environment in the controller."""
+    """CPU seconds per start or action of an environment in the controller and the replica's server."""
     serving_time: float = 0.0
-    """CPU seconds of the replica's server per turn after the first, beyond those that its passes include. The
-    replica does not compute meanwhile, because both threads share one Python interpreter.
+    """Seconds that the call of a turn, which arrives while the replica generates, adds to its passes beyond a
+    rollout of its queue. Its server and its passes share one Python interpreter.
     """
     environment_action_time: float = 0.0
     """CPU seconds per action in the environment's process."""

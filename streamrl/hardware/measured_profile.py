@@ -18,8 +18,8 @@ median, upper quartile] of the repeats. Tables:
 | reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
 | turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
 | handling | CPU seconds for each rollout in the controller, the verifier and the server of a replica |
-| action | CPU seconds for each action of an environment in the controller |
-| serving | CPU seconds for each turn after the first in the server of a replica |
+| action | CPU seconds for each action of an environment in the controller, and for its turn in the server of a replica |
+| serving | the same as turnover for rollouts whose calls arrive one by one, as those of turns do |
 | environment_action | CPU seconds for the same in the environment's process |
 | environment_start | CPU seconds for each start of an environment, in its process |
 | handling_over_ray | the same with Ray actors, with the overhead of actors and of Ray's own processes |
