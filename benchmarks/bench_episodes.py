@@ -12,27 +12,35 @@ with another seed. Then it is executed `--rounds` times and compared with two si
 
 As in `make bench-reality`, a few points of the profile are measured again around each run, and simulated seconds are
 scaled by the slowdown. Finished profiles and runs are kept in build/episodes, and an interrupted benchmark continues
-there. No other program may run on the machine.
+there. Beside each trace, cpu.json has the CPU seconds of each role. No other program may run on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import msgspec
+import psutil
 
 from benchmarks.bench_agents import OUT as MODELS
 from benchmarks.bench_agents import make as make_model
 from benchmarks.reality_runs import as_recorded, pace_of, profile, with_profile
+from streamrl.engine.messages import Event, Stepped
+from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, read_trace
+from streamrl.executor.environment.session import BOOT
 from streamrl.executor.execute import execute
+from streamrl.executor.launchers import launcher, worker
 from streamrl.executor.profiling.environment_times import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import Limits
 from streamrl.record.metrics import Metrics, measure
@@ -180,10 +188,41 @@ def execute_once(run: Run) -> Path:
     output = Path(run.execute.output)
     if not (output / "done").exists():
         shutil.rmtree(output, ignore_errors=True)
-        execute(run)
+        clock = CpuClock()
+        execute(run, watch=clock)
+        (output / "cpu.json").write_text(json.dumps(clock.steps))
         shutil.rmtree(output / "checkpoints")
         (output / "done").touch()
     return output / "trace.jsonl"
+
+
+class CpuClock:
+    """Reads the CPU seconds of each role since its start, after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def __call__(self, event: Event, state: State, now: float) -> None:
+        """Take an event of the run."""
+        if isinstance(event, Stepped):
+            self.steps.append({"time": now, **cpu_times()})
+
+
+def cpu_times() -> Counter[str]:
+    """Return the CPU seconds of this process and its children by role; the thread that serves a replica is apart."""
+    found = Counter(controller=sum(os.times()[:2]))
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # the process has ended
+            words, whole = process.cmdline(), sum(process.cpu_times()[:4])
+            if launcher.REPLICA in words:
+                first = process.threads()[0]
+                served = first.user_time + first.system_time
+                found.update(server=served, replica=whole - served)
+            elif BOOT in words:
+                found["environments"] += whole
+            else:
+                found["trainer" if worker.MODULE in words else "other"] += whole
+    return found
 
 
 def with_first(run: Run, first: Path) -> Run:

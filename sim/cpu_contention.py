@@ -154,7 +154,8 @@ class _SharedCores:
         if not self._busy:
             return
         busy = Counter(role.kind for role in self._busy)
-        self._speeds = self._sharing.speeds(busy["generating"], busy["training"], busy["handling"])
+        roles, others = (busy["generating"], busy["training"]), (busy["handling"], busy["acting"])
+        self._speeds = self._sharing.speeds(*roles, *others)
         first = min(self._busy, key=self._time_left)
         self._next = self._env.timeout(self._time_left(first), first)
         assert self._next.callbacks is not None, "it has not happened yet"

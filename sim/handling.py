@@ -37,7 +37,7 @@ class EnvironmentProcesses:
     def __init__(self, env: simpy.Environment, cores: Cores) -> None:
         self._waiting: simpy.Store = simpy.Store(env)
         for _ in range(cores.num_shared):
-            env.process(_serve(self._waiting, cores.time_of("handling")))
+            env.process(_serve(self._waiting, cores.time_of("acting")))
 
     def then(self, go_on: Callable[[], None], seconds: float) -> None:
         """Call `go_on` after CPU time, on the first core that no other environment uses; at once if it takes none."""

@@ -7,7 +7,12 @@ from itertools import count
 
 import pytest
 
-from streamrl.executor.profiling.contention import LEAST_PASSES, Work, run_concurrently
+from streamrl.executor.profiling.contention import (
+    LEAST_PASSES,
+    Work,
+    run_beside,
+    run_concurrently,
+)
 
 PASS, IN_COMPANY = 0.5, 2.0
 
@@ -82,3 +87,38 @@ def test_a_replica_that_was_never_full_is_left_out_and_all_begin_again_where_non
 
     assert asyncio.run(run_concurrently([generate, full], None)) == (4.0, 0.0)
     assert asyncio.run(run_concurrently([generate], None)) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_roles_work_until_others_end_and_work_that_ends_later_is_left_out(trains: bool) -> None:
+    ends = asyncio.Event()
+
+    async def others() -> str:
+        await ends.wait()
+        return "all environments"
+
+    def work(seconds: float) -> Work:
+        numbers = count()
+
+        async def one() -> list[float]:
+            if (number := next(numbers)) == 3:
+                ends.set()
+            await tick()
+            return [seconds + number, seconds]
+
+        return one
+
+    found = asyncio.run(run_beside(work(10.0), work(100.0) if trains else None, others()))
+    assert found == ((10.5, 100.5 if trains else 0.0), "all environments")
+
+
+def test_work_counts_that_is_the_only_one_although_others_end_first() -> None:
+    async def others() -> None:
+        return None
+
+    async def generate() -> list[float]:
+        for _ in range(3):
+            await tick()
+        return [3.0, 5.0]
+
+    assert asyncio.run(run_beside(generate, None, others())) == ((4.0, 0.0), None)

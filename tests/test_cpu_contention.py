@@ -85,14 +85,12 @@ def test_more_roles_than_were_measured_divide_the_cores_that_there_are() -> None
 
 def test_who_handles_rollouts_is_one_thread_more() -> None:
     two = fair(2.0)
-    assert two.speeds(1, 0, 1) == {"generating": 1.0, "training": 1.0, "handling": 1.0}
+    assert two.speeds(1, 0, 1) == ALONE
     assert two.speeds(1, 1, 1) == pytest.approx(dict.fromkeys(two.speeds(1, 1, 1), 2 / 3))
     assert two.speeds(3, 0, 1)["generating"] == pytest.approx(2 / 4)
     assert two.speeds(0, 0, 4)["handling"] == pytest.approx(2 / 4)
     many = CoreSharing(2.0, threads=2)  # which fill both cores alone
-    assert many.speeds(1, 0, 1) == pytest.approx(
-        {"generating": 2 / 3, "training": 2 / 3, "handling": 2 / 3}
-    )
+    assert many.speeds(1, 0, 1) == pytest.approx(dict.fromkeys(ALONE, 2 / 3))
 
 
 def test_a_second_trainer_takes_as_much_as_a_replica() -> None:
@@ -104,7 +102,7 @@ def test_a_role_loses_to_each_that_runs_beside_it_for_as_long_as_it_does() -> No
     losses = LOSSES._replace(generating_in_turns=0.0, training_in_turns=0.0)
     lossy = CoreSharing(2.0, losses=losses)
     assert lossy.speeds(1, 1) == pytest.approx(
-        {"generating": 1 / 1.2, "training": 1 / 1.3, "handling": 1.0}
+        {**ALONE, "generating": 1 / 1.2, "training": 1 / 1.3}
     )
     assert lossy.speeds(2, 0)["generating"] == pytest.approx(1 / 1.1)
     three = lossy.speeds(2, 1)  # each of the others runs half the time that one does
@@ -118,9 +116,11 @@ def test_a_role_loses_to_each_that_runs_beside_it_for_as_long_as_it_does() -> No
     assert roomy.speeds(4, 1)["training"] == pytest.approx(4 / 5 / (1 + 4 * 0.3 * 12 / 16))
 
 
-def companies(losses: CoreLosses, off: dict[tuple[int, int], float]) -> list[SharingRow]:
+def companies(
+    losses: CoreLosses, off: dict[tuple[int, int], float], cores: int = 2
+) -> list[SharingRow]:
     """Return what a profile of two cores measures of companies, some of it off by a factor."""
-    made = CoreSharing(2.0, losses=losses)
+    made = CoreSharing(cores, losses=losses)
     found = []
     for key in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
         speeds = made.speeds(*key)
@@ -140,6 +140,58 @@ def test_losses_are_found_again_and_one_company_that_is_off_moves_them_little() 
     for kind in ("generating", "training"):
         left = noisy.speeds(3, 1)[kind] / found.speeds(3, 1)[kind]
         assert 0.88 < left < 0.99
+
+
+def test_an_environment_is_one_thread_more_and_roles_lose_to_it() -> None:
+    lossy = CoreSharing(2.0, losses=CoreLosses(generating_by_acting=0.3, training_by_acting=0.4))
+    assert lossy.speeds(1, 0, 0, 1) == pytest.approx(
+        {**ALONE, "generating": 1 / 1.3, "training": 1 / 1.4}
+    )
+    assert lossy.speeds(1, 0, 1, 0) == ALONE
+    both = lossy.speeds(1, 1, 0, 1)  # each of the others runs half the time that one does
+    assert both["generating"] == pytest.approx(2 / 3 / (1 + 0.3 / 2))
+    assert both["training"] == pytest.approx(2 / 3 / (1 + 0.4 / 2))
+    assert both["acting"] == pytest.approx(2 / 3)
+    assert CoreSharing(16.0, threads=4, losses=lossy.losses).speeds(2, 1, 1, 3)["generating"] == (
+        pytest.approx(1 / (1 + 3 * 0.3))
+    )
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+@pytest.mark.parametrize("acting", [0.5, 1.0])
+def test_losses_to_environments_are_found_beside_roles_with_the_cores_that_they_took(
+    acting: float, cores: int
+) -> None:
+    losses = LOSSES._replace(
+        generating_by_acting=0.3, training_by_acting=0.5, acting_in_turns=0.8 if cores == 2 else 0.0
+    )
+    made, host = CoreSharing(cores, losses=losses), with_fields(TWO_CORES, cores=cores)
+    rows = companies(losses, {}, cores)
+    for training in (0, 1):
+        speeds = made.speeds(1, training, 0, acting)
+        generation, train = (speeds["generating"],) * 3, (speeds["training"],) * 3
+        taken, action = acting * speeds["handling"], speeds["acting"] / speeds["handling"]
+        row = SharingRow(generating=1, training=training, acting=taken, generation=generation)
+        rows.append(with_fields(row, train=train if training else None, action=(action,) * 3))
+    found = CoreSharing.of(rows, host)
+    assert found is not None
+    assert found.losses.generating_by_acting == pytest.approx(0.3)
+    assert found.losses.training_by_acting == pytest.approx(0.5)
+    assert found.losses.acting_in_turns == pytest.approx(losses.acting_in_turns)
+    without = CoreSharing.of(companies(losses, {}, cores), host)
+    assert without is not None and without.losses.generating_by_acting == 0.0
+    assert without.speeds(1, 1) == pytest.approx(found.speeds(1, 1)), "single turns are as before"
+
+
+@pytest.mark.parametrize(("cores", "waits"), [(1, 1 / 2 - 1 / 3), (2, 1 / 3), (3, 0.0)])
+def test_an_environment_loses_by_how_much_longer_it_waits_than_beside_a_replica(
+    cores: int, waits: float
+) -> None:
+    lossy = CoreSharing(cores, losses=CoreLosses(acting_in_turns=0.6))
+    share = min(1.0, cores / 3)
+    assert lossy.speeds(1, 1, 0, 1)["acting"] == pytest.approx(share / (1 + 0.6 * waits))
+    assert lossy.speeds(1, 0, 0, 1)["acting"] == min(1.0, cores / 2), "as measured"
+    assert lossy.speeds(1, 1, 0, 1)["generating"] == share
 
 
 def test_who_waits_for_its_turn_loses_by_how_long_it_waited() -> None:
@@ -162,7 +214,7 @@ def test_where_one_role_fills_the_cores_companies_lose_what_was_measured(
     found = CoreSharing.of(rows, host)
     assert found is not None and found.speeds(1, 0) == ALONE
     assert found.speeds(1, 1) == pytest.approx(
-        {"generating": 0.4, "training": 0.3, "handling": 0.5}, rel=0.08
+        {"generating": 0.4, "training": 0.3, "handling": 0.5, "acting": 0.5}, rel=0.08
     )
     assert found.speeds(2, 1)["generating"] == pytest.approx(0.25, rel=0.08)
 
@@ -203,9 +255,7 @@ def test_roles_are_slower_only_while_there_are_more_than_cores() -> None:
 
 
 JOBS = st.lists(
-    st.tuples(
-        st.sampled_from(("generating", "training", "handling")), st.floats(0, 9), st.floats(0.01, 9)
-    ),
+    st.tuples(st.sampled_from(tuple(ALONE)), st.floats(0, 9), st.floats(0.01, 9)),
     min_size=1,
     max_size=6,
 )
@@ -390,6 +440,12 @@ def test_a_profile_that_does_not_say_shares_nothing_and_that_is_said(tmp_path: P
         ({"training": 2}, "sharing row 1: training must be 0 or 1, got 2"),
         ({"training": 1}, "sharing row 1: train must be there"),
         ({"generation": (0.9, 0.5, 0.6)}, "sharing row 1: generation must be quartiles"),
+        (
+            {"acting": 2.0},
+            "sharing row 1: acting must be at least 0 and below host.cores=2, got 2.0",
+        ),
+        ({"acting": 0.5}, "sharing row 1: action must be there if acting is positive, and only"),
+        ({"action": (1.0, 1.0, 1.0)}, "sharing row 1: action must be there if acting is positive"),
     ],
 )
 def test_speeds_that_cannot_be_are_refused_with_their_row(

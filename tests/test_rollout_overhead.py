@@ -14,25 +14,42 @@ import pytest
 import simpy
 from msgspec.structs import replace
 
+from streamrl.executor.environment.session import BOOT
 from streamrl.executor.launchers.launcher import REPLICA, TRAINER
+from streamrl.executor.launchers.placement import usable_cores
 from streamrl.executor.launchers.worker import MODULE
 from streamrl.executor.profiling import environment_times, profile_file, profiler
 from streamrl.executor.profiling import rollout_overhead as handling
 from streamrl.executor.profiling.environment_times import (
     EnvironmentTimes,
     MeasuredEnvironment,
-    times_of,
+    TimedEnvironments,
 )
-from streamrl.executor.profiling.measurements import Limits, RayPlace, Readings, RefillStream, Setup
-from streamrl.executor.profiling.profile_file import make_setup, to_profile, turnover_times
+from streamrl.executor.profiling.measurements import (
+    BESIDE_ENVIRONMENTS,
+    BESIDE_REPLICA,
+    Company,
+    Limits,
+    RayPlace,
+    Readings,
+    RefillStream,
+    Setup,
+)
+from streamrl.executor.profiling.profile_file import (
+    make_setup,
+    sharing_row,
+    to_profile,
+    turnover_times,
+)
 from streamrl.executor.profiling.rollout_overhead import (
     HandlingWatch,
     Taken,
     has_tokenizer,
     measure_handling,
+    measured_environment,
     read_handling,
 )
-from streamrl.executor.profiling.timed_roles import TimedReplicaRole
+from streamrl.executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
 from streamrl.executor.roles import Request
 from streamrl.executor.rollout.inference_engine import TimedPass
 from streamrl.hardware.measured_profile import ModelOperation, read_measured, write_measured
@@ -188,21 +205,12 @@ def test_turns_are_called_one_by_one_while_a_batch_is_full(tmp_path: Path) -> No
     assert max(seen) == most, "no call waits in the queue"
 
 
-def test_an_action_is_what_more_turns_add_beyond_the_process_of_their_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_action_is_what_more_turns_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
         own, served = (0.0, 0.0) if turns is None else (START + turns * ACTION, turns * SERVING)
         return Taken([1.0 + own + served] * 3)
 
-    def times_of(environment: MeasuredEnvironment) -> EnvironmentTimes:
-        is_idle = environment.config.implementation == handling.ENVIRONMENT
-        return (
-            EnvironmentTimes(START / 2, ACTION / 4) if is_idle else EnvironmentTimes(START, ACTION)
-        )
-
     monkeypatch.setattr(handling, "measure_handling", measured)
-    monkeypatch.setattr(handling, "times_of", times_of)
     setup = make_setup(
         model_directory(tmp_path / "model"),
         gpu="cpu",
@@ -214,17 +222,14 @@ def test_an_action_is_what_more_turns_add_beyond_the_process_of_their_environmen
     readings = Readings()
     read_handling(setup, readings, lambda _: None)
     assert readings.handling == [1.0] * 3
-    assert readings.action == [pytest.approx(ACTION * 3 / 4 + SERVING)]
-    assert readings.environment_action == [pytest.approx(ACTION / 4)]
-    assert readings.environment_start == [pytest.approx(START / 2)]
+    assert readings.action == [pytest.approx(ACTION + SERVING)]
+    assert measured_environment(setup).config.implementation == handling.ENVIRONMENT
     monkeypatch.setattr(handling, "load_tokenizer", lambda _: None)
     run = load_run(EXAMPLES / "agentic-tools.toml", ["environment.tool_format=hermes"])
     assert run.environment is not None
     environment = MeasuredEnvironment(run.environment, [{"prompt": "1 + 1 ="}])
-    own = Readings()
-    read_handling(replace(setup, environment=environment), own, lambda _: None)
-    assert own.action == readings.action
-    assert (own.environment_action, own.environment_start) == ([ACTION], [START])
+    own = measured_environment(replace(setup, environment=environment))
+    assert own.config == run.environment and own.records == environment.records
 
 
 ON_ITS_FIRST_THREAD = "while True: pass"
@@ -262,6 +267,7 @@ def test_what_workers_compute_is_no_handling_and_what_they_and_others_do_beside_
     assert taken_beside(ON_ITS_FIRST_THREAD, MODULE, REPLICA) >= 0.3
     beside = taken_beside(ON_ITS_FIRST_THREAD, MODULE, TRAINER)
     assert beside < 0.2, "a trainer's calls hold what serves them"
+    assert taken_beside(ON_ITS_FIRST_THREAD, BOOT) < 0.2, "an environment is measured apart"
     assert taken_beside(ON_ITS_FIRST_THREAD, "anything") >= 0.3
     assert taken_beside(IN_CHILDREN_THAT_END, "a fork server") >= 0.3
     assert taken_beside(AS_AN_ACTOR + ON_ANOTHER) < 0.2
@@ -297,10 +303,18 @@ class Slow:
 """
 
 
+async def one_round(measured: MeasuredEnvironment) -> EnvironmentTimes:
+    environments = TimedEnvironments(measured)
+    await environments.start()
+    try:
+        return await environments.round()
+    finally:
+        environments.close()
+
+
 def test_a_start_and_an_action_take_what_the_environment_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment_times, "ROUNDS", 1)
     monkeypatch.setattr(environment_times, "STARTS", 2)
     file, prompts = tmp_path / "slow.py", tmp_path / "prompts.jsonl"
     file.write_text(SLOW)
@@ -310,11 +324,81 @@ def test_a_start_and_an_action_take_what_the_environment_computes(
         f"workload.prompts={prompts}",
     ]
     run = load_run(EXAMPLES / "agentic-tools.toml", [*changes, "environment.tools=[]"])
-    taken = times_of(MeasuredEnvironment.of(run.environment, run.workload))
+    taken = asyncio.run(one_round(MeasuredEnvironment.of(run.environment, run.workload)))
     assert 0.09 < taken.start < 0.18
     assert 0.15 < taken.action < 0.25
+    assert 0 < taken.share < usable_cores() + 0.1
     with pytest.raises(ValueError, match=r"--environment needs a run file with environment.impl"):
         MeasuredEnvironment.of(None, run.workload)
+
+
+def test_environments_are_timed_while_a_replica_and_a_trainer_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_times, "STARTS", 2)
+    limits = Limits(max_running=4, max_context=64, max_tokens_per_pass=64)
+    working: set[str] = set()
+    seen: list[set[str]] = []
+
+    class Replica:
+        async def generate(self, request: Request) -> None:
+            working.add("generating")
+            await asyncio.sleep(0)
+
+        async def passes(self) -> list[TimedPass]:
+            return [TimedPass(running=2, context=20, longest=10, prefixes=[], seconds=1.0)]
+
+    class Trainer:
+        async def train(self, samples: object) -> None:
+            working.add("training")
+            await asyncio.sleep(0)
+
+        async def seconds(self) -> list[float]:
+            return [2.0]
+
+    class Environments(TimedEnvironments):
+        async def round(self) -> EnvironmentTimes:
+            working.clear()
+            found = await super().round()
+            seen.append(set(working))
+            return found
+
+    save_tiny_model(tmp_path / "whole", SYMBOLS)
+    setup = make_setup(
+        tmp_path / "whole", gpu="cpu", dtype="float32", threads=1, limits=limits, is_quick=True
+    )
+    monkeypatch.setattr(profiler, "TimedEnvironments", Environments)
+    readings = Readings()
+    bench = profiler._bench(setup, readings, lambda _: None, tmp_path)
+    roles = cast(TimedReplicaRole, Replica()), cast(TimedTrainerRole, Trainer())
+    asyncio.run(bench.time_environments(*roles, measured_environment(setup)))
+    repeats = setup.plan.repeats
+    assert seen == [{"generating"}, {"generating", "training"}] * repeats
+    for key in BESIDE_ENVIRONMENTS:
+        assert readings.generation[key] == [1.0] * repeats
+        assert len(readings.environment_start[key]) == len(readings.acting[key]) == repeats
+    assert readings.training == {BESIDE_ENVIRONMENTS[1]: [1.0] * repeats}
+
+
+def test_environments_are_slower_by_the_cpu_seconds_that_they_take_beside_two_roles() -> None:
+    both = Company(1, 1, acts=True)
+    readings = Readings()
+    for key, taken, acting in ((BESIDE_REPLICA, 1.0, 0.9), (both, 1.25, 0.6)):
+        readings.environment_start[key] += [taken * START] * 3
+        readings.environment_action[key] += [taken * ACTION] * 3
+        readings.acting[key] += [acting / 2, acting, 2 * acting]
+        readings.generation[key] += [0.8, 0.7, 0.6]
+    readings.training[both] += [0.5]
+    rows = [sharing_row(readings, key) for key in (BESIDE_REPLICA, both)]
+    assert [(row.generating, row.training, row.acting) for row in rows] == [
+        (1, 0, 0.9),
+        (1, 1, 0.6),
+    ]
+    assert rows[0].action == (1.0, 1.0, 1.0) and rows[0].train is None
+    assert rows[1].action == pytest.approx((0.8, 0.8, 0.8)) and rows[1].train == (0.5, 0.5, 0.5)
+    readings.generation[Company(2, 0)] += [0.9]
+    apart = sharing_row(readings, Company(2, 0))
+    assert (apart.acting, apart.action) == (0.0, None), "no environment acted"
 
 
 @pytest.mark.parametrize(("num_cores", "seconds"), [(1, 8 * ACTION), (4, 2 * ACTION)])

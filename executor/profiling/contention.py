@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from statistics import mean
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 Work: TypeAlias = Callable[[], Awaitable[list[float]]]
 """Does some work, and returns the seconds of each step or pass."""
+Result = TypeVar("Result")
 LEAST_PASSES = 4
 """Minimum number of training passes, and maximum number of times that replicas generate again to cover them."""
 
@@ -44,9 +45,37 @@ async def run_concurrently(generate: Sequence[Work], train: Work | None) -> Part
         steps += [mean(seconds) for seconds in await generating if seconds]
         if steps and (train is None or len(passes) >= LEAST_PASSES):
             break
+    return PartTimes(_mean_step(steps), mean(passes or last))
+
+
+async def run_beside(
+    generate: Work, train: Work | None, others: Coroutine[None, None, Result]
+) -> tuple[PartTimes, Result]:
+    """Repeat the work of a replica and of a trainer until `others` ends; return their mean seconds and its result.
+
+    Work that ends later is left out, unless it is the first.
+    """
+    running = asyncio.ensure_future(others)
+
+    async def repeat(work: Work) -> list[float]:
+        seconds = await work()
+        while not running.done():
+            last = await work()
+            seconds += [] if running.done() else last
+        return seconds
+
+    works = [generate] if train is None else [generate, train]
+    try:
+        steps, *passes = await asyncio.gather(*map(repeat, works))
+    finally:
+        running.cancel()
+    return PartTimes(_mean_step(steps), mean(passes[0]) if passes else 0.0), await running
+
+
+def _mean_step(steps: Sequence[float]) -> float:
     if not steps:
         raise RuntimeError(
             "no decode step had all rollouts of a batch, because other work keeps the cores busy. "
             "Try again, or set a smaller --max-running"
         )
-    return PartTimes(mean(steps), mean(passes or last))
+    return mean(steps)

@@ -1,16 +1,18 @@
-"""Measure the CPU seconds that one environment takes in its own process.
+"""Measure the CPU seconds that one environment takes in its own process, and how busy it keeps a core.
 
 A start is the fork of the process, its setup and its end. An action is one call of `step`. Both are measured in rounds of
-environments that are opened and closed: rounds without actions, and rounds with some. Every action is the same text,
+environments that are opened and closed one after the other: without actions, and with some. Every action is the same text,
 because an untrained model writes nothing that can be measured twice.
+
+The times are those that processes compute, without waits for a core. So they are steady on busy cores too, where the
+profiler measures them: a process computes longer beside others that use the same caches.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
+from contextlib import suppress
 from itertools import cycle, islice
-from statistics import median
 from typing import NamedTuple
 
 import psutil
@@ -20,14 +22,12 @@ from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 from streamrl.workload.prompt_records import Record, read_sources
 
-ROUNDS, STARTS, AT_ONCE = 5, 48, 8
-"""Rounds of each kind, starts of each round, and environments that are open at once."""
+STARTS, HALF_TIME = 96, 5.0
+"""Environments of each half of a round, and the seconds after which no more of them are opened."""
 ACTIONS, ACTION = 3, "1"
 """Most actions of an episode, which the environment may end earlier, and their text."""
 ACTION_TIME = 10.0
 """Most seconds of an action. An environment that is stopped there has ended."""
-REAP_TIME = 5.0
-"""Most seconds in which the host notices that the processes of a round have ended."""
 
 
 class EnvironmentTimes(NamedTuple):
@@ -35,6 +35,8 @@ class EnvironmentTimes(NamedTuple):
 
     start: float
     action: float
+    share: float
+    """CPU seconds per second: of these processes, and of this one, which calls them."""
 
 
 class MeasuredEnvironment(NamedTuple):
@@ -58,48 +60,59 @@ class MeasuredEnvironment(NamedTuple):
         return cls(environment, read_sources(workload)[0].records)
 
 
-def times_of(environment: MeasuredEnvironment) -> EnvironmentTimes:
-    """Return the median CPU seconds of a start and of an action, over rounds."""
-    return asyncio.run(_times(environment))
+class TimedEnvironments:
+    """Opens and closes environments of one kind, and reads the CPU times of their processes."""
 
+    def __init__(self, environment: MeasuredEnvironment) -> None:
+        """Take the environment, whose records begin episodes in turn."""
+        self._host = EnvironmentHost(environment.config)
+        self._records = cycle(environment.records)
 
-async def _times(environment: MeasuredEnvironment) -> EnvironmentTimes:
-    host = EnvironmentHost(environment.config)
-    await host.start()
-    records = cycle(environment.records)
-    starts, actions = [], []
-    try:
-        for _ in range(ROUNDS):
-            start, _ = await _round(host, list(islice(records, STARTS)), 0)
-            whole, num_actions = await _round(host, list(islice(records, STARTS)), ACTIONS)
-            starts.append(start)
-            actions.append(max(0.0, whole - start) / num_actions)
-    finally:
-        host.close()
-    return EnvironmentTimes(median(starts), median(actions))
+    async def start(self) -> None:
+        """Start the process that forks environments.
 
+        Raises:
+            EnvironmentFaultError: their class cannot be used.
+        """
+        await self._host.start()
 
-async def _round(host: EnvironmentHost, records: list[Record], most: int) -> tuple[float, float]:
-    """Open an environment for each record, let it answer up to `most` actions, and close it.
+    def close(self) -> None:
+        """End all processes."""
+        self._host.close()
 
-    Return the mean CPU seconds and the mean number of actions of an environment.
-    """
-    places = asyncio.Semaphore(AT_ONCE)
+    async def round(self) -> EnvironmentTimes:
+        """Open and close environments without actions, and then others with up to `ACTIONS` each."""
+        began_at, own = time.perf_counter(), time.process_time()
+        before = self._cpu_time()
+        start, _ = await self._open(0)
+        whole, num_actions = await self._open(ACTIONS)
+        elapsed = time.perf_counter() - began_at
+        taken = self._cpu_time() - before + time.process_time() - own
+        action = max(0.0, whole - start) / num_actions if num_actions else 0.0
+        return EnvironmentTimes(start, action, taken / elapsed)
 
-    async def open_one(record: Record) -> int:
-        async with places:
-            session = Session(host)
+    async def _open(self, most: int) -> tuple[float, float]:
+        """Open and close environments with up to `most` actions each; return the mean CPU seconds and actions of one."""
+        before, num_actions, num_opened = self._cpu_time(), 0, 0
+        ends_at = time.monotonic() + HALF_TIME
+        for record in islice(self._records, STARTS):
+            if num_opened and time.monotonic() > ends_at:
+                break
+            session = Session(self._host)
             await session.reset(record)
             while session.num_steps < most and not session.is_over:
                 await session.step(ACTION, ACTION_TIME)
             session.close()
-            return session.num_steps
+            num_opened += 1
+            num_actions += session.num_steps
+        return (self._cpu_time() - before) / num_opened, num_actions / num_opened
 
-    process = psutil.Process(host.pid)
-    before = sum(process.cpu_times()[:4])
-    num_actions = sum(await asyncio.gather(*map(open_one, records)))
-    ends_at = time.monotonic() + REAP_TIME
-    while process.children() and time.monotonic() < ends_at:
-        await asyncio.sleep(0.05)
-    taken = sum(process.cpu_times()[:4]) - before
-    return float(taken / len(records)), num_actions / len(records)
+    def _cpu_time(self) -> float:
+        """Return the CPU seconds of the host, of its children, and of those that have ended."""
+        host = psutil.Process(self._host.pid)
+        while True:
+            children = host.children()
+            with suppress(psutil.NoSuchProcess):  # the host has noticed its end
+                taken = sum(sum(each.cpu_times()[:4]) for each in (host, *children))
+                if host.children() == children:
+                    return float(taken)

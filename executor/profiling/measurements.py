@@ -133,7 +133,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         trainer = len(plan.passes) + len(plan.calls) + 1
         points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
         points += plan.repeats * len(plan.rewards) if self.reward_model is not None else 0
-        return points + 2 * bool(plan.companies) + (self.ray is not None)
+        if plan.companies:
+            points += plan.repeats * len(BESIDE_ENVIRONMENTS) + 2
+        return points + (self.ray is not None)
 
 
 def longest_prefix(backend: str, gpu: str) -> int:
@@ -205,6 +207,21 @@ def _spread(first: int, last: int, count: int) -> list[int]:
     return sorted({first + (last - first) * index // steps for index in range(count)})
 
 
+class Company(NamedTuple):
+    """Roles that compute at the same time."""
+
+    generating: int
+    training: int
+    acts: bool = False
+    """Whether environments start and act meanwhile."""
+
+
+BESIDE_REPLICA = Company(1, 0, acts=True)
+"""The company with the CPU seconds of environments."""
+BESIDE_ENVIRONMENTS = (BESIDE_REPLICA, Company(1, 1, acts=True))
+"""Companies in which environments start and act."""
+
+
 class RefillStream(NamedTuple):
     """The passes of a replica whose batch was refilled: from its queue, or by calls that arrive meanwhile."""
 
@@ -256,16 +273,18 @@ class Readings:
     """By calls: each rollout is called once another one has ended, as the turns of episodes are."""
     handling: list[float] = field(default_factory=list)
     action: list[float] = field(default_factory=list)
-    environment_action: list[float] = field(default_factory=list)
-    environment_start: list[float] = field(default_factory=list)
     handling_over_ray: list[float] = field(default_factory=list)
     push_over_ray: list[float] = field(default_factory=list)
-    generation: dict[tuple[int, int], list[float]] = field(
+    generation: dict[Company, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Speed of a replica relative to its speed alone."""
+    training: dict[Company, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Speed of the trainer relative to its speed alone."""
+    acting: dict[Company, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """CPU seconds per second of environments, and of the process that calls them."""
+    environment_action: dict[Company, list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Speed of a replica relative to its speed alone, by (replicas, trainers)."""
-    training: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Speed of the trainer relative to its speed alone, by the same key."""
+    environment_start: dict[Company, list[float]] = field(default_factory=lambda: defaultdict(list))
     pushed_bytes: int = 0
     loaded_bytes: int = 0
     """Bytes that a replica loads; more than it is sent if adapters are merged."""

@@ -15,6 +15,8 @@ from streamrl.executor.execute import facts
 from streamrl.executor.launchers.placement import usable_cores
 from streamrl.executor.profiling.environment_times import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import (
+    BESIDE_REPLICA,
+    Company,
     Limits,
     RayPlace,
     Readings,
@@ -214,24 +216,37 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
             )
             for mode, (num_bytes, num_values) in sorted(readings.packed.items())
         ),
-        sharing=tuple(
-            SharingRow(
-                generating=key[0],
-                training=key[1],
-                generation=quartiles(shares),
-                train=quartiles(readings.training[key]) if key[1] else None,
-            )
-            for key, shares in sorted(readings.generation.items())
-        ),
+        sharing=tuple(sharing_row(readings, key) for key in sorted(readings.generation)),
         handling=_once(readings.handling),
         action=_once(readings.action),
-        environment_action=_once(readings.environment_action),
-        environment_start=_once(readings.environment_start),
+        environment_action=_once(readings.environment_action[BESIDE_REPLICA]),
+        environment_start=_once(readings.environment_start[BESIDE_REPLICA]),
         handling_over_ray=_once(readings.handling_over_ray),
         push_over_ray=_once(readings.push_over_ray),
         lend=_once(readings.lend),
         take_back=_once(readings.take_back),
     )
+
+
+def sharing_row(readings: Readings, key: Company) -> SharingRow:
+    """Return the row of a company; in those with environments, these have a speed too."""
+    return SharingRow(
+        generating=key.generating,
+        training=key.training,
+        acting=float(np.median(readings.acting[key])) if key.acts else 0.0,
+        generation=quartiles(readings.generation[key]),
+        train=quartiles(readings.training[key]) if key.training else None,
+        action=quartiles(_speeds_of_environments(readings, key)) if key.acts else None,
+    )
+
+
+def _speeds_of_environments(readings: Readings, key: Company) -> list[float]:
+    """Return the speeds of environments in a company relative to those beside one replica, of each round."""
+    alone, shared = (
+        np.add(readings.environment_start[each], readings.environment_action[each])
+        for each in (BESIDE_REPLICA, key)
+    )
+    return [float(speed) for speed in alone / shared]
 
 
 def _measured_model(directory: str) -> MeasuredModel:

@@ -21,20 +21,28 @@ from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.launchers.handles import Handle, LocalProcess, remote
 from streamrl.executor.launchers.launcher import worker_environment
 from streamrl.executor.launchers.processes import begin_for, begin_imports
-from streamrl.executor.profiling.contention import run_concurrently
+from streamrl.executor.profiling.contention import PartTimes, Work, run_beside, run_concurrently
+from streamrl.executor.profiling.environment_times import MeasuredEnvironment, TimedEnvironments
 from streamrl.executor.profiling.measurements import (
+    BESIDE_ENVIRONMENTS,
     JOIN_STEPS,
     SHORT,
     WINDOW,
+    Company,
     Readings,
     RefillStream,
     Setup,
 )
 from streamrl.executor.profiling.role_benchmarks import RelayBench, time_rewards
-from streamrl.executor.profiling.rollout_overhead import has_tokenizer, read_handling
+from streamrl.executor.profiling.rollout_overhead import (
+    LEAST,
+    has_tokenizer,
+    measured_environment,
+    read_handling,
+)
 from streamrl.executor.profiling.synthetic import SyntheticTokens, vocabulary_of, without_end
 from streamrl.executor.profiling.timed_roles import TimedReplicaRole, TimedTrainerRole
-from streamrl.executor.roles import Request, Sample
+from streamrl.executor.roles import Request
 from streamrl.executor.tokens import encode_ids
 from streamrl.executor.transfer.shared_directory import SharedDirectory
 from streamrl.hardware.node_readings import DecodeReading
@@ -114,6 +122,8 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
                     await bench.time_trainer(trainer)
             if setup.plan.companies:
                 await bench.time_companies(replica, trainer)
+                if has_tokenizer(Path(setup.model)):
+                    await bench.time_environments(replica, trainer, measured_environment(setup))
         async with bench.trainer("decoupled") as scorer:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
@@ -368,18 +378,48 @@ class _Bench:
                 await self.warm_up(replica, trainer)
             replicas = [first, *more]
             generate = [partial(self._decode_on, replica) for replica in replicas]
-            middle = sorted(self._plan.passes, key=lambda one: one[0] * one[1])
-            samples = self._synthetic.samples(*middle[len(middle) // 2], advantage=1.0)
-            train = partial(self._train_on, trainer, samples)
+            train = self._training_on(trainer)
             for _ in range(self._plan.repeats):
-                alone = await run_concurrently(generate[:1], None)
-                trained = await run_concurrently([], train)
-                for key in self._plan.companies:
-                    shared = await run_concurrently(generate[: key[0]], train if key[1] else None)
-                    self._readings.generation[key].append(alone.generating / shared.generating)
-                    if key[1]:
-                        self._readings.training[key].append(trained.training / shared.training)
-                    self._watch("company")
+                alone = await self._alone(generate[0], train)
+                for key in (Company(*each) for each in self._plan.companies):
+                    part = train if key.training else None
+                    shared = await run_concurrently(generate[: key.generating], part)
+                    self._note_speeds(key, alone, shared)
+
+    async def time_environments(
+        self, replica: TimedReplicaRole, trainer: TimedTrainerRole, measured: MeasuredEnvironment
+    ) -> None:
+        """Measure environments beside roles that compute, and how much these are slowed down.
+
+        A replica and a trainer compute, or a replica alone, while environments start and act.
+        """
+        generate, train = partial(self._decode_on, replica), self._training_on(trainer)
+        environments = TimedEnvironments(measured)
+        await environments.start()
+        try:
+            for _ in range(self._plan.repeats):
+                alone = await self._alone(generate, train)
+                for key in BESIDE_ENVIRONMENTS:
+                    part = train if key.training else None
+                    shared, times = await run_beside(generate, part, environments.round())
+                    self._readings.environment_start[key].append(max(LEAST, times.start))
+                    self._readings.environment_action[key].append(max(LEAST, times.action))
+                    self._readings.acting[key].append(times.share)
+                    self._note_speeds(key, alone, shared)
+        finally:
+            environments.close()
+
+    async def _alone(self, generate: Work, train: Work) -> PartTimes:
+        """Return the seconds of a replica that is alone, and of a trainer that is alone."""
+        generated = await run_concurrently([generate], None)
+        trained = await run_concurrently([], train)
+        return PartTimes(generated.generating, trained.training)
+
+    def _note_speeds(self, key: Company, alone: PartTimes, shared: PartTimes) -> None:
+        self._readings.generation[key].append(alone.generating / shared.generating)
+        if key.training:
+            self._readings.training[key].append(alone.training / shared.training)
+        self._watch("company")
 
     async def _decode_on(self, replica: TimedReplicaRole) -> list[float]:
         """Decode half a batch and return the seconds of each full step; decode longer if no step was full."""
@@ -393,10 +433,16 @@ class _Bench:
                 break
         return steps
 
-    async def _train_on(self, trainer: TimedTrainerRole, samples: list[Sample]) -> list[float]:
-        """Run a training pass on prepared samples and return its seconds."""
-        await trainer.train(samples)
-        return await self._seconds(trainer)
+    def _training_on(self, trainer: TimedTrainerRole) -> Work:
+        """Return the work of a trainer: a pass of medium size, whose samples are prepared."""
+        middle = sorted(self._plan.passes, key=lambda one: one[0] * one[1])
+        samples = self._synthetic.samples(*middle[len(middle) // 2], advantage=1.0)
+
+        async def train() -> list[float]:
+            await trainer.train(samples)
+            return await self._seconds(trainer)
+
+        return train
 
     @property
     def _long_decode(self) -> int:

@@ -5,8 +5,7 @@ trainer's overhead is left out: its thread serves calls before it computes, so t
 
 Episodes of several turns take more: their environment's process starts, and each turn is a call of it and one more call of
 the replica. Runs with few and with many turns of an environment that computes nothing show the CPU seconds of a turn. The
-environment's process runs beside all others, so its share is measured without them (`environment_times`): of the environment
-that computes nothing, which is subtracted, and of the one that the setup names.
+processes of environments are left out: `environment_times` measures those of the environment that the setup names.
 
 Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
 The busiest thread of an actor is the one that computes. Other threads also push and load weights once a step. The
@@ -30,15 +29,11 @@ import psutil
 from streamrl.engine.messages import Event, Stepped
 from streamrl.engine.state import State
 from streamrl.executor.directory_lock import OwnedDirectory
-from streamrl.executor.environment.session import with_tool_format
+from streamrl.executor.environment.session import BOOT, with_tool_format
 from streamrl.executor.execute import execute
 from streamrl.executor.launchers import worker
 from streamrl.executor.launchers.launcher import REPLICA
-from streamrl.executor.profiling.environment_times import (
-    EnvironmentTimes,
-    MeasuredEnvironment,
-    times_of,
-)
+from streamrl.executor.profiling.environment_times import MeasuredEnvironment
 from streamrl.executor.profiling.measurements import SHORT, RayPlace, Readings, Setup
 from streamrl.executor.prompts import load_tokenizer
 from streamrl.hardware.profiles import load_model
@@ -94,11 +89,8 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         watch("handling")
         if readings.handling:
             few, many = (measure_handling(setup, turns=turns) for turns in (FEW_TURNS, MANY_TURNS))
-            idle = times_of(_idle_environment(setup))
-            own = idle if setup.environment is None else times_of(_own_environment(setup))
-            read_turns(readings, few, many, idle)
-            readings.environment_action.append(max(LEAST, own.action))
-            readings.environment_start.append(max(LEAST, own.start))
+            longer = median(many.handling) - median(few.handling)
+            readings.action.append(max(LEAST, longer / (MANY_TURNS - FEW_TURNS)))
         watch("handling of episodes")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
@@ -108,31 +100,13 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         watch("handling over Ray")
 
 
-def read_turns(readings: Readings, few: Taken, many: Taken, idle: EnvironmentTimes) -> None:
-    """Record the CPU seconds that a turn takes in the controller and in the server of its replica.
-
-    Args:
-        readings: gets them.
-        few: seconds of episodes with `FEW_TURNS`.
-        many: those with `MANY_TURNS`.
-        idle: seconds of the environment's process in both, which are left out.
-    """
-    num_turns = MANY_TURNS - FEW_TURNS
-    whole = (median(many.handling) - median(few.handling)) / num_turns
-    readings.action.append(max(LEAST, whole - idle.action))
-
-
-def _own_environment(setup: Setup) -> MeasuredEnvironment:
-    """Return the environment of the setup, with the format of the model's tool calls."""
-    assert setup.environment is not None, "the setup names one"
+def measured_environment(setup: Setup) -> MeasuredEnvironment:
+    """Return the environment of the setup, with the model's format of tool calls; without one, that which computes nothing."""
+    if setup.environment is None:
+        config = msgspec.convert(_environment(setup, MANY_TURNS), EnvironmentConfig)
+        return MeasuredEnvironment(config, [RECORD])
     config = with_tool_format(setup.environment.config, load_tokenizer(setup.model))
     return setup.environment._replace(config=config)
-
-
-def _idle_environment(setup: Setup) -> MeasuredEnvironment:
-    """Return the environment that computes nothing."""
-    config = msgspec.convert(_environment(setup, MANY_TURNS), EnvironmentConfig)
-    return MeasuredEnvironment(config, [RECORD])
 
 
 def measure_handling(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
@@ -260,7 +234,9 @@ class HandlingWatch:
 
 
 def _handling_time(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process so far, without the time in which a role computes."""
+    """Return the CPU seconds of a process so far, without the time in which a role or an environment computes."""
+    if BOOT in process.cmdline():
+        return 0.0
     if worker.MODULE in process.cmdline():
         return _first_thread_time(process) if _is_replica(process) else 0.0
     own = process.cpu_times()[: 2 if process.name() in RAY_PROCESSES else 4]

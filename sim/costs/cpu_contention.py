@@ -9,9 +9,11 @@ time in two more ways:
 
 There is one factor for every pair of kinds and one for each kind. They are fitted to all measured
 combinations, such as several decoding replicas with or without a trainer. A single combination says
-little, because the host's speed changes more from one minute to the next. The controller, the
-verifier and the replica servers have no factors. While they handle a rollout, they count as one
-more thread.
+little, because the host's speed changes more from one minute to the next.
+
+Other processes count as threads too: environments that act, and the controller, the verifier and the
+replica servers while they handle a rollout. Roles lose time to environments, and environments lose some
+while they wait for a core, relative to those beside one replica.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ import numpy as np
 from streamrl.hardware.measured_profile import Host, SharingRow
 from streamrl.hardware.profile_fit import MEDIAN, fit_positive
 
-RoleKind = Literal["generating", "training", "handling"]
+RoleKind = Literal["generating", "training", "handling", "acting"]
 Speeds: TypeAlias = Mapping[RoleKind, float]
 """Speed of the active roles of each kind, relative to their speed alone."""
-ALONE: Speeds = {"generating": 1.0, "training": 1.0, "handling": 1.0}
+ALONE: Speeds = {"generating": 1.0, "training": 1.0, "handling": 1.0, "acting": 1.0}
 
 
 class CoreLosses(NamedTuple):
@@ -40,9 +42,13 @@ class CoreLosses(NamedTuple):
 
     generating_by_generating: float = 0.0
     generating_by_training: float = 0.0
+    generating_by_acting: float = 0.0
     generating_in_turns: float = 0.0
     training_by_generating: float = 0.0
+    training_by_acting: float = 0.0
     training_in_turns: float = 0.0
+    acting_in_turns: float = 0.0
+    """Its waiting time is that beyond the wait beside one replica, where CPU seconds of environments are measured."""
 
 
 NO_LOSSES = CoreLosses()
@@ -50,7 +56,7 @@ NO_LOSSES = CoreLosses()
 
 @dataclass(frozen=True)
 class CoreSharing:
-    """The speeds of roles that share the cores of a host, and of the thread that handles rollouts."""
+    """The speeds of roles that share the cores of a host, of environments, and of the thread that handles rollouts."""
 
     cores: float
     threads: int = 1
@@ -65,38 +71,62 @@ class CoreSharing:
         turns = cls(host.cores, host.threads)
         return cls(turns.cores, turns.threads, turns._fit(rows))
 
-    def speeds(self, generating: int, training: int, handling: int = 0) -> Speeds:
+    def speeds(
+        self, generating: int, training: int, handling: int = 0, acting: float = 0
+    ) -> Speeds:
         """Return the speeds for this number of active roles by kind; a second trainer counts as a replica."""
         trains = min(training, 1)
         replicas = generating + training - trains
-        share, beside = self._turns(replicas + trains, handling)
+        share, beside = self._turns(replicas + trains, handling + acting)
         losses = self.losses
         of_replicas = max(0, replicas - 1) * losses.generating_by_generating
-        generates = 1 + beside * (of_replicas + trains * losses.generating_by_training)
+        of_trainer = trains * losses.generating_by_training
+        of_environments = acting * losses.generating_by_acting
+        generates = 1 + beside * (of_replicas + of_trainer + of_environments)
         generates += (1 - share) * losses.generating_in_turns
-        learns = 1 + beside * replicas * losses.training_by_generating
+        of_replicas = replicas * losses.training_by_generating
+        learns = 1 + beside * (of_replicas + acting * losses.training_by_acting)
         learns += (1 - share) * losses.training_in_turns
-        return {"generating": share / generates, "training": share / learns, "handling": share}
+        return {
+            "generating": share / generates,
+            "training": share / learns,
+            "handling": share,
+            "acting": share / (1 + self._later(share) * losses.acting_in_turns),
+        }
 
-    def _turns(self, roles: int, handling: int) -> tuple[float, float]:
+    def _turns(self, roles: int, others: float) -> tuple[float, float]:
         """Return the share of time that a thread runs, and the share of that in which another role's thread runs too."""
         own = min(self.threads, self.cores)  # a role with more threads shares cores with itself
-        threads = roles * own + handling
+        threads = roles * own + others
         if threads <= self.cores:
             return 1.0, 1.0
         return self.cores / threads, (self.cores - own) / (threads - own)
 
     def _fit(self, rows: Sequence[SharingRow]) -> CoreLosses:
         """Fit the losses to all measured combinations, beyond the loss by taking turns; no loss is negative."""
-        generates, learns = [], []
+        generates, learns, acts = [], [], []
         for row in rows:
-            share, beside = self._turns(row.generating + row.training, 0)
-            others = beside * (row.generating - 1), beside * row.training
+            roles = row.generating + row.training
+            acting = self._threads_of(row.acting, roles)
+            share, beside = self._turns(roles, acting)
+            others = beside * (row.generating - 1), beside * row.training, beside * acting
             generates.append((*others, 1 - share, share / row.generation[MEDIAN] - 1))
             if row.train is not None:
                 lost = share / row.train[MEDIAN] - 1
-                learns.append((beside * row.generating, 1 - share, lost))
-        return CoreLosses(*_factors(generates, 3), *_factors(learns, 2))
+                learns.append((beside * row.generating, beside * acting, 1 - share, lost))
+            if row.action is not None:
+                acts.append((self._later(share), 1 / row.action[MEDIAN] - 1))
+        return CoreLosses(*_factors(generates, 4), *_factors(learns, 3), *_factors(acts, 1))
+
+    def _later(self, share: float) -> float:
+        """Return how much less of its time an environment runs than beside one replica."""
+        beside_one, _ = self._turns(1, 1)
+        return max(0.0, beside_one - share)
+
+    def _threads_of(self, cores: float, roles: int) -> float:
+        """Return how many threads get so many cores beside `roles`, of which each thread gets the same share."""
+        left, own = self.cores - cores, roles * min(self.threads, self.cores)
+        return cores if own <= left else own * cores / left
 
 
 def _factors(rows: Sequence[tuple[float, ...]], num: int) -> list[float]:

@@ -14,7 +14,7 @@ median, upper quartile] of the repeats. Tables:
 | call     | overhead of a call of the trainer without its passes, for `tokens` of rollouts sent |
 | optimizer, push, load | an optimizer step; weights out of the trainer; weights into a replica |
 | lend, take_back | what a trainer and a replica take to change sides on a device, beside the load: one sleeps, and the other wakes up |
-| sharing  | speeds of roles that compute at the same time on one host's cores, relative to alone |
+| sharing  | speeds of roles that compute at the same time on one host's cores, relative to alone; with `acting`, beside environments |
 | reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
 | turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
 | handling | CPU seconds for each rollout in the controller, the verifier and the server of a replica |
@@ -178,9 +178,13 @@ class SharingRow(ProfileTable, frozen=True, kw_only=True, omit_defaults=True):
     """Number of replicas that decode."""
     training: int = 0
     """Number of trainers that train at the same time: 0 or 1."""
+    acting: float = 0.0
+    """CPU seconds per second of environments that start and act at the same time, and of the process that calls them."""
     generation: Shares
     train: Shares | None = None
     """None without a trainer."""
+    action: Shares | None = None
+    """Speed of environments by the CPU seconds that they take, relative to those beside one replica; None without any."""
 
 
 class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
@@ -354,7 +358,7 @@ def find_problems(profile: MeasuredProfile) -> Iterator[str]:
     if bool(profile.reward) != (profile.reward_model is not None):
         yield "reward and reward_model must both be there, or neither"
     for number, shared in enumerate(profile.sharing, start=1):
-        yield from _sharing_problems(f"sharing row {number}", shared)
+        yield from _sharing_problems(f"sharing row {number}", shared, profile.host.cores)
 
 
 def _relay_problems(where: str, row: RelayRow) -> Iterator[str]:
@@ -365,16 +369,21 @@ def _relay_problems(where: str, row: RelayRow) -> Iterator[str]:
         yield from _seconds_problems(f"{where}: {key}", getattr(row, key), may_be_zero=True)
 
 
-def _sharing_problems(where: str, row: SharingRow) -> Iterator[str]:
+def _sharing_problems(where: str, row: SharingRow, cores: int) -> Iterator[str]:
     if row.generating < 1:
         yield f"{where}: generating must be at least 1, got {row.generating}"
     if row.training not in (0, 1):
         yield f"{where}: training must be 0 or 1, got {row.training}"
     elif (row.train is None) == bool(row.training):
         yield f"{where}: train must be there if training is 1, and only then"
+    if not 0 <= row.acting < cores:
+        yield f"{where}: acting must be at least 0 and below host.cores={cores}, got {row.acting}"
+    elif (row.action is None) == bool(row.acting):
+        yield f"{where}: action must be there if acting is positive, and only then"
     yield from _seconds_problems(f"{where}: generation", row.generation)
-    if row.train is not None:
-        yield from _seconds_problems(f"{where}: train", row.train)
+    for key in ("train", "action"):
+        if (shares := getattr(row, key)) is not None:
+            yield from _seconds_problems(f"{where}: {key}", shares)
 
 
 def _row_problems(where: str, row: ProfileTable) -> Iterator[str]:

@@ -137,7 +137,7 @@ def fit_positive(terms: Floats, values: Floats, weights: Floats) -> list[float]:
     While a factor is negative, the term with the most negative share is removed and the fit repeated. For
     the four terms of a pass, the result is that of an active-set method.
     """
-    kept = list(range(terms.shape[1]))
+    kept = [term for term in range(terms.shape[1]) if terms[:, term].any()]
     while kept:
         scaled = terms[:, kept] * weights[:, None]
         norms = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
