@@ -96,10 +96,7 @@ class Environments:
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
         act = partial(self._act, command, self._num_acts)
-        costs = self._around.costs
-        own = costs.environment_action_time if command.turn else 0.0
-        own += command.starts * costs.environment_start_time
-        self._around.handling.then(partial(self._processes.then, act, own), costs.action_time)
+        self._around.handling.then(act, self._around.costs.action_time)
 
     def _act(self, command: Act, number: int) -> None:
         if self._acting.get(command.rollout) != number:
@@ -112,7 +109,11 @@ class Environments:
             self._after(seconds, number, Failed(command, LOST), command.rollout)
             return
         action_time, event = self._answer(command)
-        self._after(seconds + action_time, number, event, command.rollout)
+        ends_at = self._around.env.now + seconds + action_time
+        costs = self._around.costs
+        own = costs.environment_action_time if command.turn else 0.0
+        own += command.starts * costs.environment_start_time
+        self._processes.then(partial(self._end_at, ends_at, number, event, command.rollout), own)
 
     def close(self, command: Close) -> None:
         """Close an environment. Its running action ends now."""
@@ -138,6 +139,10 @@ class Environments:
         episode = self._around.rollouts[command.rollout].episode
         assert episode is not None, "only episodes act"
         return episode
+
+    def _end_at(self, instant: float, number: int, event: Event, rollout: int) -> None:
+        """End an action whose CPU time is spent at an instant, or now if that is over."""
+        self._after(max(0.0, instant - self._around.env.now), number, event, rollout)
 
     def _after(self, seconds: float, number: int, event: Event, rollout: int) -> None:
         def end(_: simpy.Event) -> None:

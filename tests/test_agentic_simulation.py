@@ -428,6 +428,19 @@ def test_the_controller_handles_one_turn_after_the_other() -> None:
     )
 
 
+@pytest.mark.parametrize("own", [0.25, 3.0])
+def test_an_action_takes_its_seconds_or_its_cpu_time_whichever_is_longer(own: float) -> None:
+    episodes = {"max_episodes": 1, "action_time": "2 s", "start_time": "2 s"}
+    run = agentic({"policies.system": "stream-sync"}, **episodes)
+    costs = replace_fields(
+        Costs.load(run),
+        **dict.fromkeys(("environment_start_time", "environment_action_time"), own),
+    )
+    trace = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run()
+    taken = {round(end - start, 6) for start, end, _ in acts(trace)}
+    assert taken == {max(2.0, own), own}, "the last action of an episode has no seconds"
+
+
 def test_an_action_ends_at_its_time_limit() -> None:
     trace = simulated(agentic(action_time="20 s", action_time_limit="3 s"))
     took = [end - begun for begun, end, command in acts(trace) if not command.starts]
