@@ -65,6 +65,7 @@ from streamrl.engine.trainer_side import LEADER, check_reach
 from streamrl.engine.world import GroupReferences, World
 from streamrl.runfile.config import Run
 from streamrl.sim.costs.costs import Costs, TrainerCosts
+from streamrl.sim.costs.cpu_contention import RoleKind
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.cpu_contention import Cores
 from streamrl.sim.environment import Environments
@@ -202,7 +203,9 @@ class SimWorld(World[Trace]):
         self.costs = costs
         self.env = simpy.Environment()
         self.cores = Cores(self.env, costs.sharing)
-        self.handling = Handling(self.env, self.cores.time_of("handling"), costs.handling_time)
+        # Losses to environments are measured with the process that calls them.
+        caller: RoleKind = "handling" if run.environment is None else "acting"
+        self.handling = Handling(self.env, self.cores.time_of(caller), costs.handling_time)
         self.steps = trace.steps
         self._handover: Handover | None = None
         """Contexts on their way to decode replicas; None if all replicas prefill and decode."""

@@ -412,6 +412,28 @@ def test_a_profile_that_does_not_say_what_handling_takes_is_said_not_to(tmp_path
     assert not any("decide and reward" in s for s in Costs.load(run).provenance["decode"].sources)
 
 
+@pytest.mark.parametrize("part", ["handling_time", "environment_action_time"])
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_passes_lose_to_environments_and_to_a_controller_that_calls_them(
+    tmp_path: Path, has_turns: bool, part: str
+) -> None:
+    turns = {"max_turns": 2, "turns": "2", "max_context": 128, "observation_tokens": "4"}
+    times = {"action_time": "0 s", "start_time": "0 s"}
+    run = shared_run(
+        tmp_path, algorithm__steps=3, **({"environment": {**turns, **times}} if has_turns else {})
+    )
+    costs = replace(Costs.load(run), **{part: 0.005})
+    losses = CoreLosses(generating_by_acting=1.0, training_by_acting=1.0)
+    step_times = [
+        measure(SimWorld(run, replace(costs, sharing=each), SimulatedWorkload(run)).run()).step_time
+        for each in (fair(8.0), CoreSharing(8.0, losses=losses))
+    ]
+    if has_turns:
+        assert step_times[1] > 1.02 * step_times[0]
+    else:
+        assert step_times[1] == step_times[0]
+
+
 def test_who_shares_no_cores_waits_with_nothing_but_the_clock() -> None:
     run = small_run()
     costs = Costs.load(run)

@@ -12,8 +12,8 @@ combinations, such as several decoding replicas with or without a trainer. A sin
 little, because the host's speed changes more from one minute to the next.
 
 Other processes count as threads too: environments that act, and the controller, the verifier and the
-replica servers while they handle a rollout. Roles lose time to environments, and environments lose some
-while they wait for a core, relative to those beside one replica.
+replica servers while they handle a rollout. Roles lose time to environments and to the controller that
+calls them. These lose some while they wait for a core, relative to environments beside one replica.
 """
 
 from __future__ import annotations
