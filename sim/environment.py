@@ -96,7 +96,13 @@ class Environments:
         self._num_acts += 1
         self._acting[command.rollout] = self._num_acts
         act = partial(self._act, command, self._num_acts)
-        self._around.handling.then(act, self._around.costs.action_time)
+        self._around.handling.then(act, self._handling_time(command))
+
+    def _handling_time(self, command: Act) -> float:
+        """Return the CPU seconds outside of the environment's process: of its start, and of each turn that goes on."""
+        costs, num_answers = self._around.costs, len(self._episode(command).observations)
+        goes_on = 0 < command.turn <= num_answers
+        return command.starts * costs.episode_time + goes_on * costs.action_time
 
     def _act(self, command: Act, number: int) -> None:
         if self._acting.get(command.rollout) != number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace as replace_fields
 from itertools import pairwise
 from pathlib import Path
@@ -413,19 +414,35 @@ def test_a_start_that_takes_too_long_loses_the_environment() -> None:
     assert len(opened) > len(took), "most starts succeed"
 
 
-def test_the_controller_handles_one_turn_after_the_other() -> None:
+@pytest.mark.parametrize(("episode_time", "start_time"), [(0.5, 0.25), (0.25, 0.5)])
+def test_the_controller_handles_one_turn_after_the_other(
+    episode_time: float, start_time: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = agentic({"policies.system": "stream-sync"}, action_time="0 s", start_time="0 s")
     costs = replace_fields(
-        Costs.load(run), handling_time=2.5, action_time=0.125, environment_start_time=0.25
+        Costs.load(run),
+        handling_time=2.5,
+        episode_time=episode_time,
+        action_time=0.125,
+        environment_start_time=start_time,
     )
-    trace = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run()
-    starts = [end for _, end, command in acts(trace) if command.starts][:4]
-    assert [b - a for a, b in pairwise(starts)] == pytest.approx([0.25] * 3)
-    verified = len(events(trace, Verified))
+    world, spent = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)), [0.0]
+    then = world.handling.then
+
+    def counted(go_on: Callable[[], None], seconds: float | None = None) -> None:
+        spent.append(2.5 if seconds is None else seconds)
+        then(go_on, seconds)
+
+    monkeypatch.setattr(world.handling, "then", counted)
+    trace = world.run()
+    starts = [end for _, end, command in acts(trace) if command.starts]
+    assert [b - a for a, b in pairwise(starts[:4])] == pytest.approx([0.5] * 3)
+    further = len(commands(trace, Generate)) - len(starts)
     turns = sum(not command.starts for *_, command in acts(trace))
-    assert (
-        trace.entries[-1].time >= 2.5 * verified + 0.25 * (len(acts(trace)) - turns) + 0.125 * turns
-    )
+    assert 0 < further < turns, "the last action of an episode is no further turn"
+    known = 2.5 * len(events(trace, Verified)) + episode_time * len(starts)
+    assert sum(spent) == known + 0.125 * further
+    assert trace.entries[-1].time >= sum(spent)
 
 
 @pytest.mark.parametrize("own", [0.25, 3.0])

@@ -205,10 +205,12 @@ def test_turns_are_called_one_by_one_while_a_batch_is_full(tmp_path: Path) -> No
     assert max(seen) == most, "no call waits in the queue"
 
 
-def test_an_action_is_what_more_turns_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_action_is_what_more_turns_add_and_an_episode_what_one_adds_to_a_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured(setup: Setup, ray: RayPlace | None = None, turns: int | None = None) -> Taken:
-        own, served = (0.0, 0.0) if turns is None else (START + turns * ACTION, turns * SERVING)
-        return Taken([1.0 + own + served] * 3)
+        own = 0.0 if turns is None else START + (turns - 1) * ACTION
+        return Taken([1.0 + own - ACTION, 1.0 + own, 1.0 + own + 4 * ACTION])
 
     monkeypatch.setattr(handling, "measure_handling", measured)
     setup = make_setup(
@@ -221,8 +223,8 @@ def test_an_action_is_what_more_turns_add(tmp_path: Path, monkeypatch: pytest.Mo
     )
     readings = Readings()
     read_handling(setup, readings, lambda _: None)
-    assert readings.handling == [1.0] * 3
-    assert readings.action == [pytest.approx(ACTION + SERVING)]
+    assert readings.episode == pytest.approx([START - ACTION, START, START + 4 * ACTION])
+    assert readings.action == pytest.approx([ACTION * 3 / 4, ACTION, 2 * ACTION])
     assert measured_environment(setup).config.implementation == handling.ENVIRONMENT
     monkeypatch.setattr(handling, "load_tokenizer", lambda _: None)
     run = load_run(EXAMPLES / "agentic-tools.toml", ["environment.tool_format=hermes"])
@@ -414,6 +416,23 @@ def test_as_many_environments_compute_at_a_time_as_there_are_cores(
     env.run()
     assert ends[0] == 0.0, "no CPU time takes no turn"
     assert ends[-1] == pytest.approx(seconds)
+
+
+def test_the_time_by_which_a_turn_delays_passes_is_no_time_beside_them(tmp_path: Path) -> None:
+    model, path = model_directory(tmp_path / "model"), tmp_path / "profile.toml"
+    taken = {
+        name: ModelOperation(seconds=(seconds,) * 3)
+        for name, seconds in (("action", ACTION), ("serving", SERVING), ("episode", START))
+    }
+    run = measured_run(model, path, policies__system="disaggregated")
+
+    def loaded(*names: str) -> tuple[float, float]:
+        write_measured(replace(make_profile(model), **{n: taken[n] for n in names}), path)
+        costs = Costs.load(run)
+        return costs.episode_time, costs.action_time
+
+    assert loaded("action", "serving", "episode") == (START, pytest.approx(ACTION - SERVING))
+    assert loaded("action", "serving") == (ACTION, ACTION), "an earlier version's action is both"
 
 
 def test_turns_take_the_time_of_their_server_from_the_replica(tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ class Readings:
     turns: list[RefillStream] = field(default_factory=list)
     """By calls: each rollout is called once another one has ended, as the turns of episodes are."""
     handling: list[float] = field(default_factory=list)
+    episode: list[float] = field(default_factory=list)
     action: list[float] = field(default_factory=list)
     handling_over_ray: list[float] = field(default_factory=list)
     push_over_ray: list[float] = field(default_factory=list)

@@ -218,6 +218,7 @@ def _tables(setup: Setup, gpu: str, readings: Readings) -> MeasuredProfile:
         ),
         sharing=tuple(sharing_row(readings, key) for key in sorted(readings.generation)),
         handling=_once(readings.handling),
+        episode=_once(readings.episode),
         action=_once(readings.action),
         environment_action=_once(readings.environment_action[BESIDE_REPLICA]),
         environment_start=_once(readings.environment_start[BESIDE_REPLICA]),

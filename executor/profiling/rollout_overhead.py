@@ -4,7 +4,7 @@ They are the controller, the verifier, and the thread of a replica that serves c
 trainer's overhead is left out: its thread serves calls before it computes, so the seconds of its calls include it.
 
 Episodes of several turns take more: their environment's process starts, and each turn is a call of it and one more call of
-the replica. Runs with few and with many turns of an environment that computes nothing show the CPU seconds of a turn. The
+the replica. Runs with one turn and with several of an environment that computes nothing show their CPU seconds. The
 processes of environments are left out: `environment_times` measures those of the environment that the setup names.
 
 Over Ray, these count too: Ray's own processes, and all threads of each actor on this machine except the busiest one.
@@ -47,8 +47,8 @@ from streamrl.workload.prompt_records import Record
 STEPS = 8
 """Steps of the run. The first step is not counted, because it loads libraries."""
 PROMPTS, GROUP_SIZE = 12, 8
-FEW_TURNS, MANY_TURNS = 1, 5
-"""Turns of each episode in the two runs with an environment."""
+MANY_TURNS = 5
+"""Turns of each episode in a run with an environment; in another run it has one."""
 RUNNING = 16
 """Concurrent rollouts. They are few, so that rollouts end one by one as in longer runs, and each end wakes a thread."""
 RAY_PROCESSES = ("raylet", "gcs_server")
@@ -88,9 +88,8 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         readings.handling += measure_handling(setup).handling
         watch("handling")
         if readings.handling:
-            few, many = (measure_handling(setup, turns=turns) for turns in (FEW_TURNS, MANY_TURNS))
-            longer = median(many.handling) - median(few.handling)
-            readings.action.append(max(LEAST, longer / (MANY_TURNS - FEW_TURNS)))
+            few, many = (measure_handling(setup, turns=turns) for turns in (1, MANY_TURNS))
+            read_turns(readings, few.handling, many.handling)
         watch("handling of episodes")
     if setup.ray is not None:
         over_ray = measure_handling(setup, setup.ray)
@@ -98,6 +97,19 @@ def read_handling(setup: Setup, readings: Readings, watch: Callable[[str], None]
         readings.handling_over_ray += [max(0.0, each - synced) for each in over_ray.handling]
         readings.push_over_ray += over_ray.pushes if setup.device == "cpu" else []  # by a CPU
         watch("handling over Ray")
+
+
+def read_turns(readings: Readings, one: Sequence[float], many: Sequence[float]) -> None:
+    """Record the CPU seconds of an episode beyond a rollout, and of each turn after the first.
+
+    Args:
+        readings: has those of a rollout, and gets the others.
+        one: CPU seconds of episodes of one turn.
+        many: those of episodes of `MANY_TURNS`.
+    """
+    rollout, episode = median(readings.handling), median(one)
+    readings.episode += [max(LEAST, each - rollout) for each in one]
+    readings.action += [max(LEAST, (each - episode) / (MANY_TURNS - 1)) for each in many]
 
 
 def measured_environment(setup: Setup) -> MeasuredEnvironment:

@@ -186,8 +186,10 @@ class Costs(TrainerCosts):
     """CPU seconds per rollout in the controller, verifier and replica server, on a host whose
     cores they share.
     """
+    episode_time: float = 0.0
+    """CPU seconds per episode in the controller and the replica's server, beyond a rollout: of its start and last action."""
     action_time: float = 0.0
-    """CPU seconds per start or action of an environment in the controller and the replica's server."""
+    """CPU seconds per further action there, with its observation and the call of the next turn."""
     serving_time: float = 0.0
     """Seconds that the call of a turn, which arrives while the replica generates, adds to its passes beyond a
     rollout of its queue. Its server and its passes share one Python interpreter.
@@ -514,6 +516,7 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         refill_passes=machine.refill_passes,
         sharing=machine.sharing,
         handling_time=machine.handling_time,
+        episode_time=machine.episode_time,
         action_time=machine.action_time,
         serving_time=machine.serving_time,
         environment_action_time=machine.environment_action_time,

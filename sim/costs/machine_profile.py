@@ -142,6 +142,7 @@ class MachineCosts:
     refill_passes: int
     sharing: CoreSharing | None
     handling_time: float
+    episode_time: float
     action_time: float
     serving_time: float
     environment_action_time: float
@@ -199,7 +200,8 @@ class MachineCosts:
             refill_passes=profile.refill_passes,
             sharing=CoreSharing.of(profile.sharing, profile.host),
             handling_time=_handling_time(profile, push.is_over_ray),
-            action_time=_once(profile.action),
+            episode_time=_once(profile.episode or profile.action),
+            action_time=_action_time(profile),
             serving_time=max(0.0, _once(profile.serving) - _once(profile.turnover)),
             environment_action_time=_once(profile.environment_action),
             environment_start_time=_once(profile.environment_start),
@@ -225,6 +227,15 @@ def _handling_time(profile: MeasuredProfile, is_over_ray: bool) -> float:
     if is_over_ray and profile.handling_over_ray is not None:
         return _once(profile.handling_over_ray)
     return _once(profile.handling)
+
+
+def _action_time(profile: MeasuredProfile) -> float:
+    """Return the CPU seconds of a turn beside passes; the replica's server keeps these waiting for the rest.
+
+    Profiles of earlier versions have the rest apart.
+    """
+    waited = 0.0 if profile.episode is None else _once(profile.serving)
+    return max(0.0, _once(profile.action) - waited)
 
 
 def _padded_share(profile: MeasuredProfile) -> float:

@@ -18,9 +18,10 @@ median, upper quartile] of the repeats. Tables:
 | reward   | a call that scores `rollouts` of `tokens` each with the reward model, with its transport |
 | turnover | overhead of starting and ending a rollout in a replica, beyond its passes          |
 | handling | CPU seconds for each rollout in the controller, the verifier and the server of a replica |
-| action | CPU seconds for each action of an environment in the controller, and for its turn in the server of a replica |
+| episode | CPU seconds for each episode beyond a rollout, in the same: its environment starts and answers its last turn |
+| action | CPU seconds for each other turn, in the same: an action, its observation, and the call of the next turn |
 | serving | the same as turnover for rollouts whose calls arrive one by one, as those of turns do |
-| environment_action | CPU seconds for the same in the environment's process |
+| environment_action | CPU seconds for each action in the environment's process |
 | environment_start | CPU seconds for each start of an environment, in its process |
 | handling_over_ray | the same with Ray actors, with the overhead of actors and of Ray's own processes |
 | push_over_ray | a push in a run by relays that are Ray actors on the trainer's machine |
@@ -243,6 +244,8 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
     action: ModelOperation | None = None
     environment_start: ModelOperation | None = None
     """Both None in profiles of earlier versions."""
+    episode: ModelOperation | None = None
+    """None in profiles of earlier versions, whose `action` is that of a start too."""
     serving: ModelOperation | None = None
     environment_action: ModelOperation | None = None
     """Both None in profiles of earlier versions, whose `action` includes them."""
@@ -263,7 +266,7 @@ class MeasuredProfile(ProfileTable, frozen=True, kw_only=True):
 
 ONCE = (
     *("optimizer", "push", "load", "turnover"),
-    *("handling", "action", "serving", "environment_action", "environment_start"),
+    *("handling", "episode", "action", "serving", "environment_action", "environment_start"),
     *("handling_over_ray", "push_over_ray", "lend", "take_back"),
 )
 """Tables of one row."""
@@ -508,6 +511,7 @@ TIMED = (
     "relay",
     "turnover",
     "handling",
+    "episode",
     "action",
     "serving",
     "environment_action",
