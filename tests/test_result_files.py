@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from streamrl.cli.lazy_commands import UNTIL_END
-from streamrl.cli.shared import claim_file, sole_writer
+from streamrl.cli.main import app
+from streamrl.cli.shared import (
+    ANY,
+    CALIBRATION,
+    HTML,
+    MARKDOWN,
+    PICTURE,
+    PROFILE,
+    RANKER,
+    SCORED,
+    FileKind,
+    claim_file,
+    sole_writer,
+)
+from streamrl.hardware.calibration_file import Calibration, write_calibration
+from streamrl.hardware.measured_profile import write_measured
 from streamrl.record.run_directory import read_metrics
-from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.files import encode_run, load_run, write_run
 from streamrl.runfile.result_files import (
     RESULTS,
     check_results,
@@ -27,6 +47,7 @@ from streamrl.runfile.result_files import (
 )
 from streamrl.sim.steady_state import simulate_steady
 from tests.command_line import SEMAPHORE, full_disk, streamrl
+from tests.measured_profile import make_profile, model_directory
 from tests.runs import small_run
 
 FILES = {"a.bin": b"a" * 10, "b.bin": b"b" * 2000, "in/c.bin": b"c" * 3000}
@@ -109,6 +130,7 @@ def offer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(small_run({"simulate.max_steps": 4}), path / "run.toml")
     (path / "rollouts.csv").write_text("prompt_id,output_tokens\n1,10\n2,20\n")
     (path / "steps.csv").write_text("step,sync\n1,9\n")
+    (path / "run.json").write_bytes(encode_run(load_run(path / "run.toml")))
     return path
 
 
@@ -128,7 +150,7 @@ def test_a_full_disk_leaves_the_older_results_of_a_command(
     offer: Path, tmp_path: Path, command: str, names: list[str]
 ) -> None:
     for name in names:
-        (tmp_path / name).write_text("older")
+        (tmp_path / name).write_bytes(b"\x89PNG older")
     before = contents(tmp_path)
     with full_disk(SEMAPHORE):
         done = streamrl(*command.format(offer, tmp_path).split())
@@ -186,7 +208,7 @@ def test_a_second_command_that_writes_the_same_file_is_refused(offer: Path, tmp_
     output = tmp_path / "verl.sh"
     words = ["export", str(offer / "run.toml"), "--framework", "verl", "-o", str(output)]
     with UNTIL_END:
-        claim_file(output)
+        claim_file(output, ANY)
         command = [sys.executable, "-c", "from streamrl.cli import main; main()", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and not output.exists()
@@ -196,25 +218,35 @@ def test_a_second_command_that_writes_the_same_file_is_refused(offer: Path, tmp_
     assert streamrl(*words).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "is_file"),
-    [
-        ("simulate {0}/run.toml -o {1}", False),
-        ("plan {0}/run.toml -o {1}", False),
-        ("import {0}/rollouts.csv -o {1}", False),
-        ("validate serving -o {1}", False),
-        ("examples copy quickstart -o {1}", False),
-        ("evaluate {0} --prompts {0}/rollouts.csv --scorer exact -o {1}", False),
-        ("ranker fit {0}/rollouts.csv -o {1}", True),
-        ("ranker score {0}/rollouts.csv --ranker {0}/ranker.npz -o {1}", True),
-        ("export {0}/run.toml --framework verl -o {1}", True),
-        ("profile show qwen2.5-7b -o {1}", True),
-        ("profile {0} -o {1}", True),
-        ("calibrate {0}/run.toml {0}/steps.csv -o {1}", True),
-        ("report {0} -o {1}", True),
-        ("init {1}", True),
-    ],
-)
+WRITERS = [
+    ("simulate {0}/run.toml -o {1}", False),
+    ("plan {0}/run.toml -o {1}", False),
+    ("import {0}/rollouts.csv -o {1}", False),
+    ("validate serving -o {1}", False),
+    ("examples copy quickstart -o {1}", False),
+    ("evaluate {0} --prompts {0}/rollouts.csv --scorer exact -o {1}", False),
+    ("ranker fit {0}/rollouts.csv -o {1}", True),
+    ("ranker score {0}/rollouts.csv --ranker {0}/ranker.npz -o {1}", True),
+    ("export {0}/run.toml --framework verl -o {1}", True),
+    ("profile show qwen2.5-7b -o {1}", True),
+    ("profile {0} -o {1}", True),
+    ("calibrate {0}/run.toml {0}/steps.csv -o {1}", True),
+    ("report {0} -o {1}", True),
+    ("init {1}", True),
+]
+"""Commands with an output, and whether it is a file."""
+FURTHER_WRITERS = [
+    ("report {0} --markdown {1}", True),
+    ("profile measure {0} -o {1}", True),
+    ("profile accept {0}/run.toml -o {1}", False),
+    ("checkpoint export {0} -o {1}", False),
+]
+"""Those whose locks are not tested."""
+OTHER = "[mine]\nkept = 1\n"
+"""A file of somebody else."""
+
+
+@pytest.mark.parametrize(("command", "is_file"), WRITERS)
 def test_each_command_refuses_an_output_that_another_one_writes(
     offer: Path, tmp_path: Path, command: str, is_file: bool
 ) -> None:
@@ -228,6 +260,69 @@ def test_each_command_refuses_an_output_that_another_one_writes(
         assert done.returncode == 2, done.stderr
         assert f"streamrl: {output} is in use by process " in done.stderr
         assert output.is_dir() is not is_file and not [*output.glob("*")]
+
+
+@pytest.mark.parametrize("command", [command for command, _ in (*WRITERS, *FURTHER_WRITERS)])
+def test_each_command_refuses_an_output_of_another_kind(
+    offer: Path, tmp_path: Path, command: str
+) -> None:
+    output = tmp_path / "output.png"
+    output.write_text(OTHER)
+    done = streamrl(*command.format(offer, output).split())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert re.search(rf"{output}\b.*(name another|--force)", done.stderr), done.stderr
+    assert contents(tmp_path) == {output.name: OTHER.encode()}
+
+
+def test_the_commands_with_an_output_are_all_tested() -> None:
+    tested = {command.split(" {")[0] for command, _ in (*WRITERS, *FURTHER_WRITERS)}
+    commands: Any = get_command(app)
+    for name in outputs_of("", commands):
+        assert any(each.startswith(name) for each in tested), name
+
+
+def outputs_of(name: str, command: Any) -> Iterator[str]:
+    """Yield the names of a command and of those in it that have an option for an output."""
+    loaded = command.load() if hasattr(command, "load") else command
+    if any("--output" in each.opts for each in loaded.params):
+        yield name
+    for inner, within in getattr(loaded, "commands", {}).items():
+        yield from outputs_of(f"{name} {inner}".strip(), within)
+
+
+def test_a_command_replaces_what_it_wrote_before(offer: Path, tmp_path: Path) -> None:
+    run, page, text = tmp_path / "run", tmp_path / "report.html", tmp_path / "report.md"
+    assert streamrl("simulate", offer / "run.toml", "-o", run).returncode == 0
+    commands = [
+        ("report", run, "-o", page, "--markdown", text),
+        ("profile", "show", "qwen2.5-7b", "-o", tmp_path / "curve.png"),
+        ("profile", "show", "qwen2.5-7b", "-o", tmp_path / "curve.svg"),
+    ]
+    for command in [*commands, *commands]:
+        done = streamrl(*command)
+        assert done.returncode == 0, done.stderr
+
+
+def test_each_kind_of_file_is_told_from_the_others(tmp_path: Path) -> None:
+    path, profile = tmp_path / "file", tmp_path / "profile.toml"
+    write_measured(make_profile(model_directory(tmp_path / "model")), profile)
+    calibration = Calibration(
+        source="a [log]", date=date(2026, 1, 2), model="m", system="s", fitted_steps=(1, 2)
+    )
+    own: dict[FileKind | None, bytes] = {
+        HTML: b"\n<!DOCTYPE html>\n<html>",
+        MARKDOWN: b"# A plan\n\nof a run\n\n## Words\n\n- **step**: one",
+        PICTURE: b"\x89PNG\r\n",
+        CALIBRATION: write_calibration(calibration).encode(),
+        PROFILE: profile.read_bytes(),
+        RANKER: b"PK\x03\x04",
+        SCORED: b'{"prompt": "a", "expected_tokens": 7}\n',
+        None: b'[policies]\nsystem = "stream-sync"\n',
+    }
+    for kind in filter(None, own):
+        for other, data in own.items():
+            path.write_bytes(data)
+            assert kind.is_of(path) is (kind is other), (kind, other)
 
 
 def test_the_bytes_of_a_trace_do_not_depend_on_how_paths_are_written(

@@ -13,6 +13,7 @@ from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import (
+    CALIBRATION,
     AsJson,
     Overrides,
     RunFile,
@@ -86,7 +87,7 @@ def calibrate(
         raise ValueError(f"--held-out must be a share from 0 to below 1, got {held_out:g}")
     run = load_run(run_file, overrides or ())
     if output is not None:
-        claim_file(output, inputs=(run_file, measured))
+        claim_file(output, CALIBRATION, inputs=(run_file, measured))
     found = _fit(run, measured, log_format, held_out)
     if found.calibration.is_empty:
         raise ValueError(f"{measured}: nothing can be fitted to it; {'; '.join(found.notes)}")

@@ -9,7 +9,7 @@ import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.output import echo
-from streamrl.cli.shared import AsJson, Overrides, RunFile, claim_file, print_json
+from streamrl.cli.shared import ANY, AsJson, Overrides, RunFile, claim_file, print_json
 from streamrl.export.launch_file import find_arguments, launch_script
 from streamrl.export.option_table import export_name
 from streamrl.runfile.files import load_run
@@ -68,7 +68,7 @@ def claim_script(path: Path, *, force: bool) -> None:
     """Raise `ValueError` before any work if a script cannot be written or exists already."""
     if path.exists() and not force:
         raise ValueError(f"{path} exists already; use --force to replace it")
-    claim_file(path)
+    claim_file(path, ANY)
 
 
 def _name(name: FrameworkName | None, framework: str | None) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.output import echo
-from streamrl.cli.shared import Overrides, claim_file, stdout_console
+from streamrl.cli.shared import ANY, Overrides, claim_file, stdout_console
 from streamrl.runfile.result_files import write_file
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def init(
         stated_of,
     )
 
-    claim_file(run_file)
+    claim_file(run_file, ANY)
     if run_file.exists() and not force:
         raise ValueError(f"{run_file} exists already; use --force to replace it")
     stated = stated_of(locals())

@@ -14,7 +14,7 @@ from rich.table import Table
 from streamrl.cli.lazy_commands import OUTPUT
 from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
-from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
+from streamrl.cli.shared import PROFILE, AsJson, claim_file, print_json, stdout_console
 from streamrl.engine.world import RunInterruptedError
 from streamrl.hardware.measured_profile import MeasuredProfile, read_measured, write_measured
 from streamrl.runfile.backend_choice import ENGINES, engine_named, measured_engines
@@ -135,7 +135,7 @@ def measure(
     Example: streamrl profile build/quickstart/model --max-context 176 -o runs/profiles/quickstart.toml
     """
     path = output or DIRECTORY / f"{model.resolve().name}.{gpu}.toml"
-    claim_file(path)
+    claim_file(path, PROFILE)
     need_executor(backend, has_adapters=lora_rank is not None)
     from streamrl.executor.profiling.environment_times import MeasuredEnvironment
     from streamrl.executor.profiling.measurements import Limits, RayPlace, longest_prefix

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
+from streamrl.cli.shared import PICTURE, AsJson, claim_file, print_json, stdout_console
 from streamrl.hardware.precision import is_narrow
 from streamrl.hardware.profiles import load_model
 from streamrl.hardware.tiers import datasheet_share
@@ -89,7 +89,7 @@ def show(
     if output is not None:
         if output.suffix not in (".png", ".svg"):
             raise ValueError(f"--output must end in .png or .svg, got {output}")
-        claim_file(output)
+        claim_file(output, PICTURE)
     config = ModelConfig(path=model) if Path(model).is_dir() else ModelConfig(name=model)
     check_degrees(tensor_parallel, expert_parallel)
     check_formats(dtype, kv_dtype, weight_only=weight_only)

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table as Grid
 
 from streamrl.cli.lazy_commands import OUTPUT, PlainCommand, PlainGroup
-from streamrl.cli.shared import AsJson, claim_file, print_json, stdout_console
+from streamrl.cli.output import echo
+from streamrl.cli.shared import RANKER, SCORED, AsJson, claim_file, print_json, stdout_console
 from streamrl.runfile.result_files import write_file
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def fit(
     from streamrl.ranker.score_files import read_known
     from streamrl.ranker.text_ranker import fit_text, write_ranker
 
-    claim_file(output, inputs=[source])
+    claim_file(output, RANKER, inputs=[source])
     known = [prompt for prompt in read_known(source, model) if prompt.text is not None]
     if not known:
         raise ValueError(f"{source}: a ranker is fitted to texts: name a column prompt or text")
@@ -86,7 +87,7 @@ def fit(
     if as_json:
         print_json({"ranker": str(output), "kind": kind, "prompts": len(known)})
     else:
-        print(f"{output}: {kind}, fitted to {len(known):,} prompts")
+        echo(f"{output}: {kind}, fitted to {len(known):,} prompts")
 
 
 @ranker.command("score", cls=PlainCommand)
@@ -122,7 +123,7 @@ def score(
     from streamrl.runfile.workload_config import WorkloadConfig
     from streamrl.workload.prompt_records import read_sources
 
-    claim_file(output, inputs=(Path(prompts), by))
+    claim_file(output, SCORED, inputs=(Path(prompts), by))
     is_run = prompts.endswith(".toml")
     workload = load_run(prompts).workload if is_run else WorkloadConfig(prompts=prompts)
     records = [record for source in read_sources(workload) for record in source.records]
@@ -136,7 +137,7 @@ def score(
         for record, tokens in zip(records, scores.tolist(), strict=True)
     )
     write_file(output, "".join(f"{line}\n" for line in lines))
-    print(f"{output}: {len(records):,} prompts scored")
+    echo(f"{output}: {len(records):,} prompts scored")
 
 
 @ranker.command("eval", cls=PlainCommand)

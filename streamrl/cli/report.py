@@ -11,7 +11,15 @@ from typing import Annotated
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
-from streamrl.cli.shared import AsJson, claim_file, keep_private, print_json, stdout_console
+from streamrl.cli.shared import (
+    HTML,
+    MARKDOWN,
+    AsJson,
+    claim_file,
+    keep_private,
+    print_json,
+    stdout_console,
+)
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.page.sources import check_directory
 from streamrl.runfile.result_files import write_files
@@ -63,9 +71,9 @@ def report(
     keep_private(*directories)
     target = directories[0] / PAGE if output is None else output
     inputs = [file for each in directories for file in each.iterdir() if file.suffix not in PAGES]
-    claim_file(target, inputs=inputs)
+    claim_file(target, HTML, inputs=inputs)
     if markdown is not None:
-        claim_file(markdown, "--markdown", inputs)
+        claim_file(markdown, MARKDOWN, "--markdown", inputs)
     with blaming_figures(directories):
         found = read_report(directories)
         facts = describe(found)

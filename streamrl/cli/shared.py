@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TextIO, cast
 
 import msgspec
 import typer
@@ -153,24 +153,72 @@ def claim_directory(path: Path) -> None:
     UNTIL_END.enter_context(sole_writer(path))
 
 
-def claim_file(path: Path, option: str = "--output", inputs: Iterable[Path] = ()) -> None:
+class FileKind(NamedTuple):
+    """What a command writes to a file. It replaces an older file only if that is of the same kind."""
+
+    name: str
+    pattern: re.Pattern[bytes]
+    """Found in each file of this kind."""
+
+    def is_of(self, path: Path) -> bool:
+        """Return whether a file is of this kind, or empty."""
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        return not head or self.pattern.search(head) is not None
+
+
+HEAD_BYTES = 2**22
+"""Bytes of a file that tell its kind; the pages of large studies have a few MB."""
+HTML = FileKind("an HTML page", re.compile(rb"\A\s*<!doctype html", re.IGNORECASE))
+MARKDOWN = FileKind(
+    "a report in Markdown", re.compile(rb"\A# .*^## Words$", re.DOTALL | re.MULTILINE)
+)
+PICTURE = FileKind("a picture", re.compile(rb"\A(?:\x89PNG|<\?xml.*<svg|<svg)", re.DOTALL))
+CALIBRATION = FileKind(
+    "a calibration", re.compile(rb"\A(?:(?!^\[).)*^system *=", re.DOTALL | re.MULTILINE)
+)
+PROFILE = FileKind("a measured profile", re.compile(rb"^refill_passes *=", re.MULTILINE))
+RANKER = FileKind("a ranker", re.compile(rb"\APK\x03\x04"))
+SCORED = FileKind("a file of scored prompts", re.compile(rb'\A\{.*"expected_tokens":'))
+ANY = FileKind("a file", re.compile(b""))
+"""Of commands that replace a file only with --force."""
+
+
+def claim_file(
+    path: Path, kind: FileKind, option: str = "--output", inputs: Iterable[Path] = ()
+) -> None:
     """Check before any work that a result can be written to a file, and let no other command write it meanwhile.
 
     It leaves no file if the command fails.
 
     Raises:
-        ValueError: the file is one of `inputs`, another command will write it, or it cannot be written.
+        ValueError: the file is one of `inputs` or of another kind, another command will write it, or it cannot be written.
     """
-    check_no_directory(path, option)
+    with _telling_remedy():
+        check_no_directory(path, option)
     if path.is_file() and any(each.exists() and each.samefile(path) for each in inputs):
         raise ValueError(f"{option} {path} is an input of this command; name another file")
+    if path.is_file() and not kind.is_of(path):
+        raise ValueError(
+            f"{option} {path} exists and is not {kind.name}; name another file or remove it"
+        )
     if is_device(path):
         return
-    check_writable(path.parent, option)
+    with _telling_remedy():
+        check_writable(path.parent, option)
     partial = partial_of(path.resolve())
     UNTIL_END.enter_context(_made(partial.parent))
     UNTIL_END.enter_context(_locked_alone(partial, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
     UNTIL_END.callback(partial.unlink, missing_ok=True)
+
+
+@contextmanager
+def _telling_remedy() -> Iterator[None]:
+    """Add what to do to the error of a place that cannot be written."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; name another place") from None
 
 
 @contextmanager
@@ -183,7 +231,8 @@ def sole_writer(directory: Path) -> Iterator[None]:
     Raises:
         ValueError: another command holds the directory, or nothing can be written there.
     """
-    check_writable(directory, "--output")
+    with _telling_remedy():
+        check_writable(directory, "--output")
     with _made(directory), _locked_alone(directory, directory, os.O_RDONLY):
         yield
 
