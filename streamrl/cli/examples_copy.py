@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from streamrl.cli.output import echo
 from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.runfile.examples import copy_example, describe_example, example_names
 
@@ -44,4 +45,4 @@ def copy(
         print_json([str(path) for path in written])
         return
     for path in written:
-        print(f"written to {path}")
+        echo(f"written to {path}")

@@ -6,7 +6,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -145,7 +144,7 @@ def _leaving(error: RunInterruptedError) -> Iterator[None]:
 
     def leave(*_: object) -> None:
         with suppress(OSError):
-            print(f"streamrl: {error}", file=sys.stderr, flush=True)
+            echo(f"streamrl: {error}", err=True)
         os._exit(128 + error.signal)
 
     obeyed = [number for number in NAMES if signal.getsignal(number) != signal.SIG_IGN]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import print_json, simulating_on, stdout_console
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
@@ -118,7 +118,7 @@ def _say_interrupted(done: int, total: int, finished: Path | None) -> None:
     else:
         then = f"they are kept in {finished}, and the same command continues after them"
     text = f"streamrl: interrupted: {done} of {total} simulations were finished; {then}"
-    print(text, file=sys.stderr, flush=True)
+    echo(text, err=True)
 
 
 def _simulate(study: Study, finished: Path | None, *, skips: bool) -> StudyResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import msgspec
 import typer
 
 from streamrl.cli.lazy_commands import OUTPUT
+from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.hardware.profiles import PROFILES
@@ -179,7 +179,7 @@ def _read_before(path: Path, what: str | None) -> Partitions:
 def _end_with(worse: list[str]) -> None:
     """Print what became worse, and exit with 1 if something did."""
     for line in worse:
-        print(f"worse: {line}", file=sys.stderr)
+        echo(f"worse: {line}", err=True)
     if worse:
         raise typer.Exit(1)
 
