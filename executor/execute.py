@@ -51,6 +51,7 @@ from streamrl.runfile.cluster_config import ClusterConfig
 from streamrl.runfile.config import CheckpointsConfig, ExecuteConfig, Run
 from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
+from streamrl.runfile.escaping import visible
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.targets.execute_limits import check_back_ends, uses_relays
 
@@ -71,6 +72,7 @@ NAMES = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGTERM: "terminated",
     signal.SIGHUP: "the terminal was closed",
+    signal.SIGQUIT: "Ctrl-\\",
 }
 """Signals that end a run. A signal that this process was started to ignore, as with nohup, stays ignored."""
 
@@ -145,7 +147,7 @@ class Interruption:
             self._ending.abandon()
         finally:
             with contextlib.suppress(OSError):
-                print(f"streamrl: {self.error}", file=sys.stderr, flush=True)
+                print(visible(f"streamrl: {self.error}"), file=sys.stderr, flush=True)
             os._exit(128 + self.signal)
 
 

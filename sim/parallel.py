@@ -86,7 +86,7 @@ def _own_processes(begin: Callable[[], object] | None) -> Iterator[Executor]:
 
 def _begin_worker(begin: Callable[[], object] | None) -> None:
     """Leave signals of the terminal to the parent process, and end when it does, even if it was killed."""
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Thread(target=_end_with_parent, daemon=True).start()

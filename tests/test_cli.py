@@ -363,7 +363,11 @@ from streamrl.cli import main
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(signal.SIGTERM, "terminated"), (signal.SIGHUP, "the terminal was closed")],
+    [
+        (signal.SIGTERM, "terminated"),
+        (signal.SIGHUP, "the terminal was closed"),
+        (signal.SIGQUIT, "Ctrl-\\"),
+    ],
 )
 @pytest.mark.parametrize("is_in_loop", [False, True])
 def test_a_signal_ends_a_command_as_ctrl_c_does(

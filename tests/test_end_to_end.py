@@ -272,12 +272,16 @@ def test_ctrl_c_ends_a_run_soon_after_its_grace_whatever_hangs(
 
 @pytest.mark.parametrize(
     ("number", "name"),
-    [(signal.SIGTERM, "terminated"), (signal.SIGHUP, "the terminal was closed")],
+    [
+        (signal.SIGTERM, "terminated"),
+        (signal.SIGHUP, "the terminal was closed"),
+        (signal.SIGQUIT, "Ctrl-\\"),
+    ],
 )
 def test_a_polite_signal_saves_the_last_step_and_leaves_nothing(
     project: Path, begin: Begin, number: signal.Signals, name: str
 ) -> None:
-    output = project / name.replace(" ", "-")
+    output = project / number.name
     settings = [f"execute.output={output}", "algorithm.steps=10000"]
     words = [word for setting in settings for word in ("--set", setting)]
     until = partial(has_two_steps, output)
@@ -285,7 +289,9 @@ def test_a_polite_signal_saves_the_last_step_and_leaves_nothing(
     process.send_signal(number)
     _, errors = process.communicate(timeout=IN_TIME)
     assert process.returncode == 128 + number
-    found = re.match(rf"streamrl: {name} after step (\d+): step (\d+) is", errors.splitlines()[-1])
+    found = re.match(
+        rf"streamrl: {re.escape(name)} after step (\d+): step (\d+) is", errors.splitlines()[-1]
+    )
     assert found is not None and found[1] == found[2] and int(found[1]) >= 2
     check_is_gone(process.pid, workers)
 

@@ -24,7 +24,7 @@ from tests.signalled_run import LEAST_VERSION, PHASES
 from tests.test_external import write_run
 
 pytestmark = pytest.mark.signals
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGTERM,SIGTERM")
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTERM,SIGTERM")
 RANKS = ("cluster.pools.local.gpus_per_node=4", "trainer.data_parallel=2")
 BACK_ENDS: dict[str, tuple[str, ...]] = {
     "torch": (),
@@ -33,7 +33,12 @@ BACK_ENDS: dict[str, tuple[str, ...]] = {
     "external": ("rollout.backend=external",),
     "vllm": ("rollout.backend=vllm",),
 }
-NAMES = {"SIGINT": "Ctrl-C", "SIGTERM": "terminated", "SIGHUP": "the terminal was closed"}
+NAMES = {
+    "SIGINT": "Ctrl-C",
+    "SIGTERM": "terminated",
+    "SIGHUP": "the terminal was closed",
+    "SIGQUIT": "Ctrl-\\",
+}
 STEPS = 6
 LIMIT = 600.0
 """Seconds of a run on a busy machine: two starts of vLLM, and the grace."""
@@ -147,7 +152,7 @@ def check(case: Case, done: subprocess.CompletedProcess[str], output: Path) -> N
         return  # all steps were made; only tables were left to write
     assert done.returncode == 128 + number, (done.returncode, done.stderr[-3000:])
     found = re.fullmatch(
-        rf"streamrl: {NAMES[first]} after step (\d+): (step (\d+) is|no step is) saved( yet)?; "
+        rf"streamrl: {re.escape(NAMES[first])} after step (\d+): (step (\d+) is|no step is) saved( yet)?; "
         r"go on with: streamrl execute .* --resume",
         last,
     )

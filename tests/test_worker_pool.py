@@ -73,6 +73,13 @@ def test_ctrl_c_ends_running_jobs_at_once_and_workers_print_nothing() -> None:
     assert is_gone(worker)
 
 
+def test_workers_leave_the_signals_of_a_terminal_to_the_parent_process() -> None:
+    with worker_pool() as pool:
+        own = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        found = [pool.submit(signal.getsignal, number).result() for number in own]
+    assert found == [signal.SIG_IGN] * len(own)
+
+
 def test_a_worker_that_is_killed_is_an_error_in_one_line() -> None:
     with (
         pytest.raises(RuntimeError, match=r"^a worker process was killed; ") as raised,

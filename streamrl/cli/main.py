@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -25,12 +26,18 @@ from streamrl.runfile.escaping import visible
 STDERR = 2
 WRONG_INPUT = 2
 FAILED = 1
-ENDS = {signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal was closed"}
-"""Signals that end a command, with what is printed."""
+ENDS = {
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "the terminal was closed",
+    signal.SIGQUIT: "Ctrl-\\",
+}
+"""Signals that end a command, with what is printed. No core is dumped: it would hold prompts and keys."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in a shell."""
 MOST_LINE_CHARS = 1000
 """Maximum characters of a line that quotes a file."""
+MOST_NAME_CHARS = 80
+"""Characters that are quoted of a file name that would fill the line."""
 MOST_FURTHER = 19
 """Maximum lines about further errors of a run file."""
 
@@ -222,7 +229,8 @@ def main() -> None:
         _say("the input is nested too deeply")
         sys.exit(WRONG_INPUT)
     except RuntimeError as error:
-        print(getattr(error, "traceback", ""), end="", file=sys.stderr)  # of `ExtensionError`
+        traceback = getattr(error, "traceback", "")  # of `ExtensionError`
+        print(visible(traceback), end="", file=sys.stderr)
         _say(error)
         sys.exit(FAILED)
     except KeyboardInterrupt:
@@ -230,9 +238,11 @@ def main() -> None:
     except OSError as error:  # such as a full disk, or a file that was deleted
         from streamrl.runfile.errors import disk_remedy  # a list of commands needs no run files
 
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        name = str(error.filename or "")
+        name = name if len(name) <= MOST_LINE_CHARS // 2 else f"{name[:MOST_NAME_CHARS]}..."
+        text = f"{name}: {error.strerror}" if name else str(error)
         _say(text + disk_remedy(error))
-        sys.exit(FAILED)
+        sys.exit(WRONG_INPUT if error.errno == errno.ENAMETOOLONG else FAILED)
 
 
 @contextmanager
@@ -278,4 +288,4 @@ def _is_read_only(descriptor: int) -> bool:
 def _say(error: Exception | str) -> None:
     text = " ".join(str(error).split())
     shown = text if len(text) <= MOST_LINE_CHARS else f"{text[:MOST_LINE_CHARS]}..."
-    print(f"streamrl: {visible(shown)}", file=sys.stderr)
+    print(visible(f"streamrl: {shown}"), file=sys.stderr)

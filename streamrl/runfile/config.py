@@ -157,7 +157,7 @@ class ExecuteConfig(Section, frozen=True, kw_only=True):
     kind so far.
     """
     grace: Duration = Duration(20.0)
-    """Time that a run has after Ctrl-C, SIGTERM or SIGHUP to save a checkpoint. Eight seconds later its
+    """Time that a run has after Ctrl-C, SIGTERM, SIGHUP or SIGQUIT to save a checkpoint. Eight seconds later its
     processes have ended. The default fits into the 30 s of Kubernetes and of Slurm's KillWait. A second
     signal ends the run at once. 0: save nothing.
     """
