@@ -68,13 +68,22 @@ UNCOUNTED = (
     *("reasoning_details", "thinking_blocks", "provider_specific_fields"),
 )
 """Keys of the policy's messages without text of the policy, or with text that another key has too."""
-SILENT = ("system", "recall", "change_agent_state", "agent_state_changed", "null")
+SILENT = (
+    *("system", "recall", "change_agent_state", "agent_state_changed", "null"),
+    *("condensation", "condensation_request", "loop_recovery"),
+)
 """OpenHands' events that are neither a turn nor an observation."""
 ARGUMENTS = (
-    *("thought", "command", "code", "content", "path", "url", "query", "browser_actions"),
+    *("command", "code", "content", "path", "url", "query", "browser_actions"),
     *("file_text", "old_str", "new_str", "name", "arguments", "inputs", "final_thought"),
+    *("task_list", "view_range", "reason", "outputs"),
 )
-"""Arguments of OpenHands' actions that the policy writes."""
+"""Arguments of OpenHands' actions that the policy writes, besides its thought."""
+UNCOUNTED_ARGUMENTS = (
+    *("security_risk", "confirmation_state", "is_confirmed", "kernel_init_code", "impl_source"),
+    *("cwd", "image_urls", "file_urls", "task_completed"),
+)
+"""Those that OpenHands writes, or with one word of the policy."""
 
 Document = Mapping[str, object] | Sequence[object]
 Tokens = Callable[[str], int]
@@ -343,12 +352,18 @@ def _of_messages(document: Document) -> Iterator[Item]:
 def _of_openhands(document: Document) -> Iterator[Item]:
     for event in _list_in(document, "history"):
         kind = event.get("action") or event.get("observation")
+        if not isinstance(kind, str):
+            raise ValueError(f"an event's action or observation must be a name, got {shown(kind)}")
         at = _instant(event.get("timestamp"))
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
         if "action" in event and event.get("source") == "agent" and kind not in SILENT:
-            made = [_text(arguments[key]) for key in ARGUMENTS if arguments.get(key)]
-            yield Item(True, "\n".join(made), at)
+            thought = _thought(arguments.get("thought"))
+            rest = [_text(arguments[key]) for key in ARGUMENTS if arguments.get(key)]
+            made = [thought, *rest] if thought else rest
+            known = ("thought", *ARGUMENTS, *UNCOUNTED_ARGUMENTS)
+            unread = [key for key in arguments if key not in known and _has_text(arguments[key])]
+            yield Item(True, "\n".join(made), at, unread=tuple(unread))
         elif "action" in event and (kind == "system" or event.get("source") == "user"):
             yield Item(False, _text(arguments.get("content")), at)
         elif "observation" in event and kind not in SILENT:
@@ -378,6 +393,12 @@ def _text(content: object) -> str:
         if isinstance(content.get("text"), str):
             return str(content["text"])
     return json.dumps(content, ensure_ascii=False)
+
+
+def _thought(value: object) -> str:
+    """Return the text of a thought, which may be a table of its text and what the model reasoned before."""
+    parts = value.values() if isinstance(value, dict) else [value]
+    return "\n".join(filter(None, map(_text, parts)))
 
 
 def _has_text(value: object) -> bool:
