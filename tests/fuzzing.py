@@ -48,7 +48,7 @@ def _within_limits(test: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(test)
     def run(*values: Any, **named: Any) -> None:
-        with _timer():
+        with cpu_limit():
             test(*values, **named)
         for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
             peak = resource.getrusage(whose).ru_maxrss << 10
@@ -58,7 +58,7 @@ def _within_limits(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _timer() -> Iterator[None]:
+def cpu_limit() -> Iterator[None]:
     """Fail after `MOST_SECONDS`."""
 
     def stop(*_: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.logs.agent_logs import AgentLog, _instant, assumed_tokens, read_agent_log
-from streamrl.workload.episodes import Episode
+from streamrl.workload.episodes import Episode, RecordedEpisodes
 from streamrl.workload.workload import SimulatedWorkload
 from tests.command_line import streamrl
 from tests.runs import small_run
@@ -131,6 +131,19 @@ def test_unknown_keys_of_the_policy_with_text_are_told(tmp_path: Path) -> None:
     assert "unknown keys of the policy's messages are not counted: plan" in log.notes
 
 
+def test_unknown_arguments_of_openhands_with_text_are_told(tmp_path: Path) -> None:
+    arguments = {"command": "ls", "plan": "long", "security_risk": "LOW", "timeout": 3, "seen": []}
+    log = read(tmp_path / "log.json", [{"source": "agent", "action": "run", "args": arguments}])
+    assert "unknown keys of the policy's messages are not counted: plan" in log.notes
+    assert log.episodes[0].episode.ends == (2,)
+
+
+def test_a_thought_of_openhands_may_have_two_texts(tmp_path: Path) -> None:
+    arguments = {"thought": {"text": "abc", "reasoning_content": "de"}, "command": "ls"}
+    log = read(tmp_path / "log.json", [{"source": "agent", "action": "run", "args": arguments}])
+    assert log.episodes[0].episode.ends == (9,) and len(log.notes) == 2
+
+
 @pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), float("inf")])
 def test_characters_per_token_are_a_number(number: float) -> None:
     with pytest.raises(ValueError, match="--characters-per-token must be a number above 0, got"):
@@ -144,6 +157,7 @@ def test_characters_per_token_are_a_number(number: float) -> None:
         ([{"role": "critic", "content": "x"}], "the role 'critic' is unknown"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "it has images, whose tokens"),
         ([{"role": "user", "content": "x"}], "has no episode"),
+        ([{"source": "agent", "action": {"kind": "a"}}], "action or observation must be a name"),
         ([TIMED[2], {**TIMED[3], "extra": {"timestamp": 1.0}}], "which is before its turn's 105"),
     ],
 )
@@ -176,6 +190,16 @@ def test_an_imported_log_is_simulated(tmp_path: Path) -> None:
     shown = streamrl("lengths", path)
     assert shown.returncode == 0 and "messages" in shown.stdout, shown.stderr
     assert "4 characters count as a token (assumed)" in shown.stdout
+
+
+def test_times_of_episodes_may_have_another_unit(tmp_path: Path) -> None:
+    file = tmp_path / "episodes.csv"
+    file.write_text(
+        "episode,output_tokens,observation_tokens,action_time_ms,start_time (min)\n"
+        "a,5,3,250,2\na,4,0,0,\n"
+    )
+    (episode,) = RecordedEpisodes(file, 10).episodes([0], 100)
+    assert (episode.action_times, episode.start_time) == ((0.25,), 120.0)
 
 
 def test_a_time_without_a_zone_is_read_as_utc_wherever_the_reader_is(

@@ -34,7 +34,7 @@ from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
 from streamrl.workload.workload import SimulatedWorkload
 from tests import made_logs
-from tests.fuzzing import EXAMPLES, altered, fuzzed, mangled
+from tests.fuzzing import EXAMPLES, altered, cpu_limit, fuzzed, mangled
 from tests.report_directories import STUDY, write_study
 from tests.runs import small_run
 from tests.test_agent_logs import EVENTS, MESSAGES, STEPS, TIMED
@@ -70,6 +70,16 @@ def test_a_log_is_measured_steps_or_refused(place: Path, data: bytes) -> None:
         assert all(isfinite(value) for value in times if isinstance(value, float))
 
     refusing(check)
+
+
+@pytest.mark.parametrize("text", ["{", "=", "•", "╒", "│", " ", "a-1", "[", "Step 1: {", "100%|"])
+def test_a_log_of_one_text_repeated_takes_no_time_that_grows_with_its_square(
+    place: Path, text: str
+) -> None:
+    path = fresh(place) / "run.log"
+    path.write_text(text * (100_000 // len(text)) + "\n")
+    with cpu_limit():
+        refusing(lambda: read_measured_file(path))
 
 
 ROLLOUTS: list[dict[str, Any]] = [

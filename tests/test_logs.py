@@ -401,6 +401,39 @@ def test_steps_that_are_written_are_read_again(tmp_path: Path) -> None:
     assert parse_steps("x", [{"step_time": "1", "train": ""}])[0].train is None
 
 
+@pytest.mark.parametrize(
+    ("column", "seconds"),
+    [
+        ("step_time", 90.0),
+        ("step_time_s", 90.0),
+        ("step_time_min", 5400.0),
+        ("step_time (minutes)", 5400.0),
+        ("step_time [ms]", 0.09),
+        ("step_time_Hours", 324_000.0),
+    ],
+)
+def test_a_column_of_times_may_name_its_unit(column: str, seconds: float, tmp_path: Path) -> None:
+    text = f"step,{column},output_tokens\n1,90,7\n"
+    (step,) = read(tmp_path, "steps.csv", text)
+    assert step.step_time == pytest.approx(seconds) and step.output_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("step_time,step_time_min", "step_time and step_time_min are both step_time; remove one"),
+        ("step_time,train_weeks", "unknown column 'train_weeks'.* may end with a unit"),
+        ("step_time,output_tokens_min", "unknown column 'output_tokens_min'"),
+    ],
+)
+def test_units_that_are_unknown_or_twice_are_refused(
+    header: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "steps.csv").write_text(f"{header}\n1,2\n")
+    with pytest.raises(ValueError, match=said):
+        read_measured_file(tmp_path / "steps.csv")
+
+
 def test_every_format_says_which_source_at_which_commit() -> None:
     for name in known_formats():
         log = load_format(name)
@@ -660,6 +693,27 @@ def test_the_seconds_of_a_progress_bar_count_if_there_are_no_others(tmp_path: Pa
     assert any("those of the progress bar are used" in note for note in found.notes)
     own = OLD_TRL.replace("}", ", 'step_time': 12.5}") + BAR.format(1, 281.24)
     assert read(tmp_path, "own.log", own)[0].step_time == 12.5
+
+
+EVALUATION = "\r  0%|   | 0/4 [00:00<?, ?it/s]\r 75%|## | 3/4 [00:06<00:02,  2.1s/it]\r"
+NAMED = "Fetching 4 files: 100%|###| 4/4 [00:00<00:00, 9.9it/s]\n"
+
+
+@pytest.mark.parametrize("between", [EVALUATION, EVALUATION * 2, NAMED], ids=len)
+def test_bars_of_evaluations_and_downloads_are_no_steps(tmp_path: Path, between: str) -> None:
+    steps = [OLD_TRL + BAR.format(number, 281.24) for number in range(1, 5)]
+    start = "  0%|    | 0/1000 [00:00<?, ?it/s]\n"
+    (tmp_path / "trl.log").write_text(start + between + between.join(steps))
+    found = read_measured_file(tmp_path / "trl.log")
+    assert [step.step_time for step in found.steps] == [281.24] * 4
+
+
+def test_bars_that_cannot_be_told_from_those_of_training_are_refused(tmp_path: Path) -> None:
+    same = EVALUATION.replace("/4 ", "/1000 ")
+    steps = [OLD_TRL + BAR.format(number, 281.24) for number in range(1, 5)]
+    (tmp_path / "trl.log").write_text((same * 2).join(steps))
+    with pytest.raises(ValueError, match="has no seconds of a step"):
+        read_measured_file(tmp_path / "trl.log")
 
 
 def test_a_bar_alone_is_no_log(tmp_path: Path) -> None:

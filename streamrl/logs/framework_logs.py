@@ -27,7 +27,7 @@ from streamrl.logs.measured_steps import COLUMNS, SECONDS, MeasuredStep, Measure
 from streamrl.logs.printed_values import read_dict, read_number
 from streamrl.runfile.errors import RepeatedKeyError, shown, unique_keys
 from streamrl.runfile.reading import MOST_LOG, parse_json, read_bytes
-from streamrl.workload.data_files import read_csv
+from streamrl.workload.data_files import column_in_seconds, read_csv
 
 Figures = dict[str, float]
 """Numbers by key."""
@@ -47,8 +47,10 @@ class LogRecords:
     damage: list[str] = field(default_factory=list)
     """Invalid values of known keys, each with its location. The first one is the reason to reject the file."""
     notes: list[str] = field(default_factory=list)
-    progress: dict[int, float] = field(default_factory=dict)
-    """Seconds of a step, by the number that a progress bar shows."""
+    bars: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By the total of a progress bar, in order: the seconds of a step, by the number that the bar shows."""
+    restarted: set[int] = field(default_factory=set)
+    """Totals of bars that began again, such as those of evaluations."""
     highest: Figures = field(default_factory=dict)
     """Highest value of each key that only rises in a run."""
     current: int | None = None
@@ -142,6 +144,20 @@ class LogRecords:
         own = self.steps.setdefault(self.current, {})
         for key, value in figures.items():
             own[key] = own.get(key, 0.0) + value
+
+    def advance(self, total: int, step: int, seconds: float | None) -> None:
+        """Add a progress bar that shows a step, whose seconds are unknown at first."""
+        bar = self.bars.setdefault(total, {})
+        if step < max(bar, default=0):
+            self.restarted.add(total)
+        if seconds is not None:
+            bar[step] = seconds
+
+    @property
+    def progress(self) -> dict[int, float]:
+        """Seconds of a step of training, by its number: the first bar, unless it began again."""
+        own = (bar for total, bar in self.bars.items() if bar and total not in self.restarted)
+        return next(own, {})
 
     def cut_off(self, damaged: int) -> None:
         """Replace the damage since there were `damaged` entries by a note that the last line was cut off."""
@@ -365,7 +381,7 @@ def _take_line(
         case "begin":
             found.current = _next_step(found, pattern)
         case "progress":
-            found.progress[int(match["step"])] = _seconds_of(match)
+            found.advance(int(match["total"]), int(match["step"]), _seconds_of(match))
         case _:
             values = _values(pattern, match)
             if is_cut and pattern.reads in OPEN_ENDED and values:
@@ -472,8 +488,10 @@ def _joined(pieces: list[str]) -> str:
     return line
 
 
-def _seconds_of(match: re.Match[str]) -> float:
-    """Return the seconds of a step in a progress bar."""
+def _seconds_of(match: re.Match[str]) -> float | None:
+    """Return the seconds of a step in a progress bar; None before its first one."""
+    if match["value"] == "?":
+        return None
     value = float(match["value"])
     return value if match["unit"] == "s/it" else 1 / value if value else inf
 
@@ -527,14 +545,15 @@ PROGRESS = "step_time"
 
 def _fill_from_progress(steps: list[MeasuredStep], found: LogRecords) -> list[MeasuredStep]:
     """Return steps with the seconds of a progress bar, if nothing else has seconds of them."""
-    if not found.progress or any(step.has_seconds for step in steps):
+    progress = found.progress
+    if not progress or any(step.has_seconds for step in steps):
         return steps
-    usual = median(found.progress.values())
+    usual = median(progress.values())
     found.notes.append(
         f"{found.path.name}: no key has the seconds of a step; those of the progress bar are used ({usual:g} s/it), which "
         "are a smoothed mean"
     )
-    return [replace(step, step_time=found.progress.get(step.step, usual)) for step in steps]
+    return [replace(step, step_time=progress.get(step.step, usual)) for step in steps]
 
 
 CSV = "csv"
@@ -569,7 +588,7 @@ def _has_our_columns(path: Path) -> bool:
     if not _is_table(path):
         return False
     rows = read_csv(path)
-    return bool(rows) and bool(set(rows[0]) & set(SECONDS))
+    return any(column_in_seconds(each, SECONDS)[0] in SECONDS for each in (rows[0] if rows else ()))
 
 
 def _find_format(path: Path) -> LogFormat:
@@ -728,6 +747,9 @@ def _impossible(step: MeasuredStep) -> Iterator[str]:
         value = getattr(step, column)
         if value is not None and not 0 < value < MOST_TOKENS:
             yield f"{column} must be above 0 and below {MOST_TOKENS:g}, got {value:g}"
+    share = step.informative_share
+    if share is not None and share > 1:
+        yield f"informative_share must be in [0, 1], got {share:g}"
     mean, longest = step.output_tokens, step.longest_output
     if mean is not None and longest is not None and mean > longest * ROUNDING:
         yield f"output_tokens is a mean of {mean:g}, but longest_output is {longest:g}"

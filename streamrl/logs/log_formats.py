@@ -23,7 +23,7 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
     pattern: str
     """A regular expression. Its groups depend on `reads`. dict, pairs, bars and cells: `values`, and
     `step` if the line has it. item: `key` and `value`, for the step before or after. step: `step`, with
-    which a new step begins. progress: `step`, and `value` in the unit `unit` (s/it or it/s).
+    which a new step begins. progress: `step` of `total`, and `value` in the unit `unit` (s/it or it/s).
     """
     reads: Literal[
         "dict", "pairs", "bars", "cells", "item", "step", "start", "begin", "end", "progress"
@@ -54,7 +54,7 @@ class LinePattern(ProfileTable, frozen=True, kw_only=True):
         needed = {
             "item": {"key", "value"},
             "step": {"step"},
-            "progress": {"step", "value", "unit"},
+            "progress": {"step", "total", "value", "unit"},
             "start": set(),
             "begin": set(),
             "end": set(),

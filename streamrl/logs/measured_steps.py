@@ -40,7 +40,7 @@ from streamrl.engine.trainer_side import LEADER
 from streamrl.record.steady_state import read_steps
 from streamrl.record.timeline import Span, Timeline, read_timeline
 from streamrl.runfile.escaping import visible
-from streamrl.workload.data_files import parse_number
+from streamrl.workload.data_files import TIME_UNITS, columns_in_seconds, parse_number
 
 SECONDS = {
     "step_time": "from the end of one step to the end of the next",
@@ -66,6 +66,7 @@ WORK = {
     "outputs_per_gpu_second": "output tokens, per second of `generation` and GPU that generates",
     "gpus": "GPUs of the whole run",
     "tokens_per_gpu_second": "prompt and output tokens of the step, per second and GPU",
+    "informative_share": "share of the rollouts with a non-zero advantage; the trainer may skip the others",
 }
 """Columns of the work of a step, with their meaning."""
 COLUMNS = ("step", *SECONDS, *WORK)
@@ -104,6 +105,7 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     outputs_per_gpu_second: float | None = None
     gpus: float | None = None
     tokens_per_gpu_second: float | None = None
+    informative_share: float | None = None
 
     @property
     def has_seconds(self) -> bool:
@@ -146,19 +148,22 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
 def parse_steps(name: str, rows: Iterable[Mapping[str, str | None]]) -> list[MeasuredStep]:
     """Return steps from rows with columns named as in `COLUMNS`; an empty cell is unknown.
 
+    The name of a column of seconds may end with another unit, such as `step_time_min`.
+
     Raises:
-        ValueError: a column is unknown, no column has seconds, or a cell is not a number.
+        ValueError: a column is unknown or there twice, no column has seconds, or a cell is not a number.
     """
     rows = list(rows)
-    header = list(rows[0]) if rows else []
-    for column in header:
+    columns = columns_in_seconds(name, rows[0] if rows else (), SECONDS)
+    for written, (column, _) in columns.items():
         if column not in COLUMNS:
             raise ValueError(
-                f"{name}: unknown column {column!r}; the columns are {', '.join(COLUMNS)}"
+                f"{name}: unknown column {written!r}; the columns are {', '.join(COLUMNS)}. Those of seconds may end "
+                f"with a unit ({', '.join(TIME_UNITS)}), such as step_time_min"
             )
-    if not set(header) & set(SECONDS):
+    if not {column for column, _ in columns.values()} & set(SECONDS):
         raise ValueError(f"{name} has no column of seconds; add one of {', '.join(SECONDS)}")
-    steps = [_parse(name, number, row) for number, row in enumerate(rows, start=1)]
+    steps = [_parse(name, number, row, columns) for number, row in enumerate(rows, start=1)]
     _refuse_twice(name, steps)
     return steps
 
@@ -186,9 +191,15 @@ def write_steps(steps: Iterable[MeasuredStep], source: str) -> str:
     return text.getvalue()
 
 
-def _parse(name: str, number: int, row: Mapping[str, str | None]) -> MeasuredStep:
+def _parse(
+    name: str,
+    number: int,
+    row: Mapping[str, str | None],
+    columns: Mapping[str, tuple[str, float]],
+) -> MeasuredStep:
     found: dict[str, float] = {}
-    for column, cell in row.items():
+    for written, cell in row.items():
+        column, unit = columns[written]
         if cell is None or not cell.strip():
             continue
         try:
@@ -197,9 +208,9 @@ def _parse(name: str, number: int, row: Mapping[str, str | None]) -> MeasuredSte
             value = -1.0
         if not (isfinite(value) and value >= 0):
             raise ValueError(
-                f"{name}: row {number}: {column} must be a number of at least 0, got {cell!r}"
+                f"{name}: row {number}: {written} must be a number of at least 0, got {cell!r}"
             )
-        found[column] = value
+        found[column] = value * unit
     step = int(found.pop("step", number))
     return MeasuredStep(step=step, **found)
 

@@ -10,7 +10,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,53 @@ def parse_number(text: str) -> float:
     if _NUMBER.fullmatch(text.strip()) is None:
         raise ValueError(f"not a number: {text!r}")
     return float(text)
+
+
+TIME_UNITS = {
+    **dict.fromkeys(("us", "microseconds"), 1e-6),
+    **dict.fromkeys(("ms", "msec", "milliseconds"), 1e-3),
+    **dict.fromkeys(("s", "sec", "secs", "seconds"), 1.0),
+    **dict.fromkeys(("min", "mins", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hr", "hrs", "hours"), 3600.0),
+}
+"""Units that the name of a column may end with, in seconds."""
+_UNIT = re.compile(r"(.+?)(?:_([A-Za-z]+)|\s*\(([A-Za-z]+)\)|\s*\[([A-Za-z]+)\])")
+
+
+def column_in_seconds(column: str, names: Container[str]) -> tuple[str, float]:
+    """Return the column that a name with a unit stands for, and the seconds of one unit; other names stay, with 1.
+
+    `step_time_min` and `step_time (min)` are `step_time` in minutes.
+
+    Args:
+        column: the name in the header.
+        names: names of columns of seconds.
+    """
+    if column not in names and (found := _UNIT.fullmatch(column)):
+        name, *units = found.groups()
+        factor = TIME_UNITS.get(next(filter(None, units)).lower())
+        if name in names and factor is not None:
+            return name, factor
+    return column, 1.0
+
+
+def columns_in_seconds(
+    where: str, header: Iterable[str], names: Container[str]
+) -> dict[str, tuple[str, float]]:
+    """Return `column_in_seconds` of each column of a header.
+
+    Raises:
+        ValueError: two columns stand for the same one.
+    """
+    found: dict[str, tuple[str, float]] = {}
+    for column in header:
+        meant = column_in_seconds(column, names)
+        if twin := next((each for each, (name, _) in found.items() if name == meant[0]), None):
+            raise ValueError(
+                f"{where}: {twin} and {column} are both {meant[0]}; remove one of them"
+            )
+        found[column] = meant
+    return found
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -8,9 +8,9 @@ assumptions; a recorded file (`workload.lengths.kind = "episodes"`) needs none o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist
@@ -28,7 +28,7 @@ from streamrl.runfile.environment_config import EnvironmentConfig
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.reading import read_text
 from streamrl.runfile.result_files import ROLLOUTS_FILE
-from streamrl.workload.data_files import parse_number, read_csv
+from streamrl.workload.data_files import columns_in_seconds, parse_number, read_csv
 from streamrl.workload.stated_lengths import USUAL_SPREAD, fitted_to_mean
 
 Lengths = npt.NDArray[np.int64]
@@ -363,7 +363,7 @@ class RecordedEpisodes:
     """Episodes of an executed run or of a CSV file. Whole episodes are sampled.
 
     A CSV file has one turn a row, in order: columns episode, output_tokens, observation_tokens and
-    action_time (seconds); optional prompt_tokens and start_time. The observation of an episode's last
+    action_time (seconds, or another unit as in `action_time_ms`); optional prompt_tokens and start_time. The observation of an episode's last
     row is ignored. Its action is the one that ended the episode.
     """
 
@@ -410,23 +410,26 @@ def _read_rows(path: Path, prompt_tokens: int) -> list[RecordedEpisode]:
     turns: dict[str, list[RecordedTurn]] = {}
     prompts: dict[str, int] = {}
     starts: dict[str, float] = {}
-    for number, row in enumerate(read_csv(path), start=1):
+    rows = read_csv(path)
+    columns = columns_in_seconds(str(path), rows[0] if rows else (), TIMES)
+    written = {name: (column, unit) for column, (name, unit) in columns.items()}
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}: row {number}"
+        read = partial(_number, where, row, written)
         name = row.get("episode") or ""
         if not name:
-            raise ValueError(f"{path}: row {number} needs an episode, which marks its turns")
-        output, observation, time = (
-            _number(path, number, row, column, least)
-            for column, least in (
-                ("output_tokens", 1),
-                ("observation_tokens", 0),
-                ("action_time", 0),
+            raise ValueError(f"{where} needs an episode, which marks its turns")
+        turns.setdefault(name, []).append(
+            RecordedTurn(
+                int(read("output_tokens", 1)),
+                int(read("observation_tokens", 0)),
+                read("action_time", 0),
             )
         )
-        turns.setdefault(name, []).append(RecordedTurn(int(output), int(observation), time))
         if row.get("prompt_tokens"):
-            prompts.setdefault(name, int(_number(path, number, row, "prompt_tokens", 1)))
-        if row.get("start_time"):
-            starts.setdefault(name, _number(path, number, row, "start_time", 0))
+            prompts.setdefault(name, int(read("prompt_tokens", 1)))
+        if "start_time" in written and row[written["start_time"][0]]:
+            starts.setdefault(name, read("start_time", 0))
     if not turns:
         raise ValueError(f"{path} has no rows")
     return [
@@ -439,13 +442,21 @@ def _read_rows(path: Path, prompt_tokens: int) -> list[RecordedEpisode]:
     ]
 
 
-def _number(path: Path, number: int, row: dict[str, str], column: str, least: int) -> float:
+def _number(
+    where: str,
+    row: Mapping[str, str],
+    written: Mapping[str, tuple[str, float]],
+    column: str,
+    least: int,
+) -> float:
+    """Return a number of a row; `written` has the header's name of each column, and the seconds of its unit."""
+    name, unit = written.get(column, (column, 1.0))
     try:
-        value = parse_number(row.get(column) or "")
+        value = parse_number(row.get(name) or "")
     except ValueError:
         value = -1.0
     if value < least or (column not in TIMES and not value.is_integer()):
         raise ValueError(
-            f"{path}: row {number}: {column} must be a number of at least {least}, got {row.get(column)!r}"
+            f"{where}: {name} must be a number of at least {least}, got {row.get(name)!r}"
         )
-    return value
+    return value * unit
