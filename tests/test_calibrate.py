@@ -157,20 +157,19 @@ def test_what_has_no_seconds_of_its_own_is_what_whole_steps_have_beside_the_othe
     assert one.calibration.step.after is not None and one.calibration.step.after < 0.1
 
 
+@pytest.mark.parametrize(("unit", "said"), [(1e3, "milliseconds"), (1 / 60, "minutes or hours")])
 @pytest.mark.parametrize("system", ["disaggregated", "stream-async"])
-def test_a_log_in_milliseconds_is_refused(system: str) -> None:
+def test_a_log_in_another_unit_is_refused(system: str, unit: float, said: str) -> None:
     run, steps = measured({"policies.system": system})
     seconds = [
-        {name: 1e3 * value for name in SECONDS if (value := getattr(step, name)) is not None}
+        {name: unit * value for name in SECONDS if (value := getattr(step, name)) is not None}
         for step in steps.steps
     ]
-    thousands = tuple(
-        replace(step, **each) for step, each in zip(steps.steps, seconds, strict=True)
-    )
+    others = tuple(replace(step, **each) for step, each in zip(steps.steps, seconds, strict=True))
     with pytest.raises(
-        ValueError, match=r"steps.csv: every stage took .* milliseconds; convert it to seconds"
+        ValueError, match=rf"steps.csv: every stage took .* in {said}; convert it to seconds"
     ):
-        calibrate_steps(run, replace(steps, steps=thousands))
+        calibrate_steps(run, replace(steps, steps=others))
 
 
 def test_a_calibration_that_a_run_file_names_is_left_out_of_account(tmp_path: Path) -> None:
@@ -403,6 +402,32 @@ def test_a_simulated_run_that_was_recorded_calibrates_to_itself(tmp_path: Path) 
         "calibrate", tmp_path / "run.toml", tmp_path / "made", "--set", "rollout.replicas=1"
     )
     assert other.returncode == 2 and "rollout.replicas: 1 in the run file, 2" in other.stderr
+
+
+def test_the_steps_of_a_run_calibrate_as_the_run_itself(tmp_path: Path) -> None:
+    share = {"algorithm.kl_coefficient": 0.0, "workload.informative_share": 0.4}
+    small = {"algorithm.prompts_per_step": 4, "simulate.max_steps": 10}
+    file, steps = tmp_path / "run.toml", tmp_path / "out" / "steps.csv"
+    write_run(small_run({**KEYS, **small, **share}), file)
+    assert streamrl("simulate", file, "-o", tmp_path / "made").returncode == 0
+    assert streamrl("import", tmp_path / "made", "-o", tmp_path / "out").returncode == 0
+    assert "informative_share = 0.4" in (tmp_path / "out" / "workload.toml").read_text()
+    whole, apart = (
+        json.loads(streamrl("calibrate", file, measured, "--json").stdout)
+        for measured in (tmp_path / "made", steps)
+    )
+    assert apart["train"]["factor"] == pytest.approx(whole["train"]["factor"], rel=0.1)
+    other = streamrl("calibrate", file, steps, "--set", "workload.informative_share=1")
+    assert other.returncode == 2 and "but 0.4 were measured" in other.stderr, other.stderr
+
+
+def test_an_extreme_factor_of_one_stage_names_it() -> None:
+    run, steps = measured()
+    fast = tuple(replace(step, sync=1e-6 * (step.sync or 1.0)) for step in steps.steps)
+    with pytest.raises(
+        ValueError, match=r"steps.csv: sync took .* times as long .* check its unit"
+    ):
+        calibrate_steps(run, replace(steps, steps=fast))
 
 
 @pytest.mark.parametrize("output", ["run.toml", "steps.csv"])

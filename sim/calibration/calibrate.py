@@ -39,12 +39,14 @@ from streamrl.logs.measured_steps import (
     read_run_steps,
 )
 from streamrl.record.recorded_inputs import recorded_inputs
+from streamrl.record.recorded_workload import informative_share
 from streamrl.record.restarts import earlier_trace_path
 from streamrl.record.steady_state import read_steps
 from streamrl.runfile.cluster_config import ModelConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.formatting import listing
 from streamrl.runfile.policies_config import PoliciesConfig, SystemName
+from streamrl.runfile.recorded_numbers import LEAST_FACTOR, MOST_FACTOR
 from streamrl.sim.calibration.disagreement import (
     LENGTHS,
     Disagreement,
@@ -283,9 +285,9 @@ SUSPECTS: dict[StageName, str] = {
     "sync": "sync.backend, sync.mode, links, framework.switch_time",
 }
 WHOLE_STEP = Target((), step_seconds, no_seconds)
-IN_OTHER_UNITS = 200.0
-"""Ratio of measured to simulated seconds of every stage. At this ratio and above, the unit must be
-wrong.
+IN_MILLISECONDS, IN_MINUTES = 200.0, 1 / 10
+"""Ratios of measured to simulated seconds. If that of every stage is above the first, or below the second, the unit must
+be wrong. Profiles are near the peak of a GPU, so not all stages are ten times as fast.
 """
 LARGE = 0.15
 """Error of a stage after its fit. Above it, one factor does not explain the steps of the stage."""
@@ -441,6 +443,7 @@ class _Fit:
         self._refuse_other_units(targets, before, empty.source)
         for number in range(1, ROUNDS + 1):
             change = self._adjust(targets, made)
+            self._refuse_extreme(empty.source)
             self._watch(f"round {number}")
             made = self._calibrated(self._filled(targets, empty, made))
             if change < ENOUGH:
@@ -454,14 +457,19 @@ class _Fit:
     def _refuse_other_units(
         self, targets: Sequence[Target], made: SimulatedSteps, source: str
     ) -> None:
-        """Raise `ValueError` if every stage was measured at hundreds of times its simulated seconds."""
-        found = [pairs for target in targets if (pairs := self._fitted(target, made)) is not None]
-        slower = min((1 / pairs.ratio for pairs in found), default=0.0)
-        if slower > IN_OTHER_UNITS:
-            raise ValueError(
-                f"{source}: every stage took {slower:,.0f} times as long as in the simulation. The file may be in "
-                "milliseconds; convert it to seconds"
-            )
+        """Raise `ValueError` if the measured seconds of every stage are of another order than its simulated ones."""
+        found = [self._fitted(target, made) for target in targets]
+        longer = [1 / pairs.ratio for pairs in found if pairs is not None]
+        if longer and min(longer) > IN_MILLISECONDS:
+            ratio, unit, end = min(longer), "milliseconds", "ms"
+        elif longer and max(longer) < IN_MINUTES:
+            ratio, unit, end = max(longer), "minutes or hours", "min"
+        else:
+            return
+        raise ValueError(
+            f"{source}: every stage took {ratio:,.3g} times as long as in the simulation. The file may be in {unit}; "
+            f"convert it to seconds, or let the names of its columns end with the unit, such as step_time_{end}"
+        )
 
     def _calibrated(self, calibration: Calibration) -> SimulatedSteps:
         """Simulate the steps with a calibration."""
@@ -479,6 +487,15 @@ class _Fit:
                 for stage in target.stages:
                     self._factors[stage] *= pairs.ratio
         return max(changes)
+
+    def _refuse_extreme(self, source: str) -> None:
+        """Raise `ValueError` if a factor is one that no calibration may have."""
+        for stage, factor in self._factors.items():
+            if not LEAST_FACTOR <= factor <= MOST_FACTOR:
+                raise ValueError(
+                    f"{source}: {stage} took {1 / factor:.3g} times as long as in the simulation; check its unit, and "
+                    f"these keys of the run file: {SUSPECTS[stage]}"
+                )
 
     def _is_met(self, target: Target, made: SimulatedSteps) -> bool:
         """Return whether simulated and measured seconds agree. They cannot if the stages do not affect them."""
@@ -599,6 +616,9 @@ def measured_steps(trace: Trace, name: str) -> MeasuredSteps:
     beside = 0.0 if trace.world == "real" else Costs.load(trace.run).training.overhead_time
     steps = read_run_steps(trace, beside, takes_turns=takes_turns(trace.run.policies))
     left_out = _restarted_steps(trace, steps)
+    if not trace.run.algorithm.computes_all:
+        share = informative_share(trace)
+        steps = [replace(step, informative_share=share) for step in steps]
     if not steps:
         without = " without a restart of its trainer" if left_out else ""
         raise ValueError(

@@ -65,6 +65,7 @@ def find_disagreements(run: Run, measured: MeasuredSteps) -> list[Disagreement]:
     return [
         *_of_mode(run.policies, measured),
         *_of_rollouts(run.algorithm, measured),
+        *_of_informative(run.algorithm, run.workload.informative_share, measured),
         *_of_pace(run.algorithm, run.rollout, measured),
         *of_tokens,
         *_of_longest(run.rollout.max_tokens, measured),
@@ -151,6 +152,20 @@ def _of_rollouts(algorithm: AlgorithmConfig, measured: MeasuredSteps) -> Iterato
     if size > 1 and abs(theirs * size / ours - 1) <= COUNTS:
         text += "; the measured number may count prompts"
     yield Disagreement("algorithm.prompts_per_step", text)
+
+
+def _of_informative(
+    algorithm: AlgorithmConfig, ours: float, measured: MeasuredSteps
+) -> Iterator[Disagreement]:
+    """Find another share of rollouts that the trainer computes: its seconds are nearly proportional to it."""
+    theirs = measured.mean("informative_share")
+    if theirs is None or algorithm.computes_all or abs(theirs - ours) <= COUNTS:
+        return
+    text = (
+        f"{ours:g} of the rollouts have a non-zero advantage, but {theirs:.3g} were measured, and the trainer skips the "
+        f"others; set it to {theirs:.3g}"
+    )
+    yield Disagreement("workload.informative_share", text)
 
 
 def _counted_by_tokens(measured: MeasuredSteps) -> float | None:

@@ -198,8 +198,9 @@ def _counter(model: Path | None, characters: float) -> tuple[Tokens, str]:
 
 def _of_run(recorded: Path, output: Path) -> tuple[Fragment, str, tuple[str, ...]]:
     file = trace_file(recorded)
-    steps = measured_steps(open_trace(file), str(recorded))
-    fragment = replay_trace(str(file), os.path.relpath(file, output), str(recorded))
+    trace = open_trace(file)
+    steps = measured_steps(trace, str(recorded))
+    fragment = replay_trace(trace, str(file), os.path.relpath(file, output), str(recorded))
     return fragment, write_steps(steps.steps, steps.source), steps.notes
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from streamrl.engine.trace import Trace
 from streamrl.hardware.profiles import find_profile
 from streamrl.logs.agent_logs import AgentLog, mean_facts
 from streamrl.logs.log_formats import known_formats, load_format
 from streamrl.logs.measured_steps import MeasuredSteps
 from streamrl.logs.recorded_rollouts import RecordedRollouts
+from streamrl.record.recorded_workload import group_rewards, informative_share
 from streamrl.runfile.reading import read_text
 from streamrl.runfile.workload_config import LengthsConfig, LengthsKind
 from streamrl.workload.workload import RecordedGroups, load_source
@@ -100,11 +102,12 @@ def replay_episodes(log: AgentLog, source: str, tokens: str) -> Fragment:
     return Fragment(_written(notes, {**workload, "lengths": table}), mean_facts(log))
 
 
-def replay_trace(file: str, shown: str, source: str) -> Fragment:
-    """Return a workload that replays a recorded run, group by group.
+def replay_trace(trace: Trace, file: str, shown: str, source: str) -> Fragment:
+    """Return a workload that replays a recorded run, group by group, with the rewards that decide what is trained on.
 
     Args:
-        file: the trace.
+        trace: the recorded run.
+        file: its trace file.
         shown: its path, relative to the written workload.
         source: its name.
 
@@ -114,7 +117,12 @@ def replay_trace(file: str, shown: str, source: str) -> Fragment:
     RecordedGroups(Path(file))
     table: dict[str, object] = {"kind": "trace", "source": shown, "ranker": "recorded"}
     notes = [f"The groups of {source} in the order in which they were drawn."]
-    return Fragment(_written(notes, {"lengths": table}), {"trace": shown})
+    share = round(informative_share(trace), 4)
+    workload: dict[str, object] = {"informative_share": share}
+    if rewards := group_rewards(trace):
+        workload["group_rewards"] = [list(pair) for pair in rewards]
+    facts: dict[str, float | int | str] = {"trace": shown, "informative_share": share}
+    return Fragment(_written(notes, {**workload, "lengths": table}), facts)
 
 
 def replay_steps(measured: MeasuredSteps, shape: str = SHAPE) -> Fragment:

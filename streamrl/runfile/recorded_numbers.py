@@ -12,7 +12,8 @@ Number: TypeAlias = Annotated[float, Meta(ge=-MOST, le=MOST)]
 """A number that may be negative, such as a difference or the end of an interval."""
 NotNegative: TypeAlias = Annotated[float, Meta(ge=0, le=MOST)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0, le=MOST)]
-Factor: TypeAlias = Annotated[float, Meta(ge=1e-4, le=1e4)]
+LEAST_FACTOR, MOST_FACTOR = 1e-4, 1e4
+Factor: TypeAlias = Annotated[float, Meta(ge=LEAST_FACTOR, le=MOST_FACTOR)]
 """A ratio of two speeds, in the range of `costs.generation_factor`."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e7)]
 """Seconds of something that happens within a step, in the range of `framework.step_time`."""
