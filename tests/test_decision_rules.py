@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace as replace_fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,18 @@ def test_a_first_answer_says_which_plans_it_had_no_time_to_simulate() -> None:
     told = f"time was up: {num} of these {num} plans were not simulated; on a free machine the choice may"
     assert next(found.band_notes()).startswith(told)
     simulated = [plan._replace(simulated_steps=8) for plan in found.plans]
-    assert "time was up" not in " ".join(found._replace(plans=simulated).notes())
+    found = found._replace(plans=simulated)
+    assert next(found.band_notes()) == "time was up; on a free machine the choice may differ"
+    assert "time was up" not in " ".join(found._replace(is_late=False).notes())
+
+
+def test_a_first_answer_ends_by_rollouts_and_says_so() -> None:
+    run = searched(tolerance=0.0).space.run
+    answers = [first_answer(run, Here(), 600.0, most) for most in (0, 1, inf)]
+    simulated = [sum(plan.simulated_steps > 0 for plan in each.plans) for each in answers]
+    assert simulated == [0, 0, 3] and not any(each.is_late for each in answers)
+    assert "a first answer simulates few rollouts" in next(answers[0].band_notes())
+    assert "rollouts" not in " ".join(answers[2].notes())
 
 
 def test_a_first_answer_that_is_about_as_good_is_not_called_behind() -> None:

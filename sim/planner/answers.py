@@ -26,8 +26,10 @@ from streamrl.sim.planner.first_answer import (
     run_table_of,
 )
 
-MOST_SECONDS = 7.0
-"""Seconds after which a first answer simulates nothing more."""
+MOST_SECONDS = 120.0
+"""Seconds after which a first answer simulates nothing more, on a very slow or busy machine. Others end it by
+`MOST_ROLLOUTS`, so its choice does not depend on what else the machine does.
+"""
 
 
 COUNTS = ("prompts", "group", "mean_tokens", "max_tokens", "prompt_tokens", "steps")

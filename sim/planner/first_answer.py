@@ -309,6 +309,10 @@ class EstimatedPlan(NamedTuple):
         yield format_step_time(self.step_time, None, ends_of(self.step_time_band))
 
 
+MOST_ROLLOUTS = 300_000
+"""Rollouts after which a first answer starts no further simulation. A core simulates some 40,000 a second, so they take
+less than 8 s on two cores. With 1,024 rollouts a step, 40,000 to 170,000 settle the choice.
+"""
 LIMITS_ASIDE = "by estimate no plan keeps the deadline and the budget: set aside here"
 
 
@@ -321,6 +325,8 @@ class FirstAnswer(NamedTuple):
     """Plans that fit. All of them were estimated."""
     seconds: float
     """Seconds until this answer was ready."""
+    is_late: bool
+    """Whether it took so long that no further plan was simulated. Then it depends on the speed of the machine."""
     keeps_limits: bool
     """Whether any plan keeps the deadline and the budgets, by estimate. If none does, limits are left aside."""
     rule: str
@@ -374,13 +380,14 @@ class FirstAnswer(NamedTuple):
         return f"First answer: {self.num_plans:,} plans estimated in {self.seconds:.0f} s"
 
     def band_notes(self) -> Iterator[str]:
-        """Yield which plans there was no time to simulate, what the bands rest on, and what the bill leaves out."""
+        """Yield which plans were not simulated and why, what the bands rest on, and what the bill leaves out."""
         steps = {plan.candidate: plan.simulated_steps for plan in self.plans}
-        if num_left := [*steps.values()].count(0):
-            yield (
-                f"time was up: {num_left} of these {len(steps)} plans were not simulated; on a free machine the choice "
-                "may differ"
-            )
+        num_left = [*steps.values()].count(0)
+        left = f"{num_left} of these {len(steps)} plans were not simulated"
+        if self.is_late:
+            yield f"time was up{f': {left}' if num_left else ''}; on a free machine the choice may differ"
+        elif num_left:
+            yield f"{left}: a first answer simulates few rollouts, `streamrl plan RUN.toml` more"
         yield f"{self.recommended.model_error.note}, and {FEW_STEPS:.0%} for so few steps"
         if mixed := mixed_basis({p.what: p.model_error.datasheet_share for p in self.plans}):
             yield mixed
@@ -396,30 +403,40 @@ class FirstAnswer(NamedTuple):
         yield from self.assumptions
 
 
-def first_answer(run: Run, pool: Executor, most_seconds: float) -> FirstAnswer:
-    """Estimate all plans of a run's offer, and simulate a few steps of the best ones while time is left.
+def first_answer(
+    run: Run, pool: Executor, most_seconds: float, most_rollouts: float = MOST_ROLLOUTS
+) -> FirstAnswer:
+    """Estimate all plans of a run's offer, and simulate a few steps of the best ones.
+
+    The same run has the same answer on any machine, unless `most_seconds` end the simulations first.
+
+    Args:
+        run: the offer.
+        pool: workers.
+        most_seconds: seconds after which nothing more is simulated.
+        most_rollouts: rollouts after which nothing more is simulated.
 
     Raises:
         ValueError: no plan fits.
         RunError: plans cost nothing, and the objective needs dollars.
     """
     began = time.perf_counter()
-    search = Search.open(keep_to_framework(run).run, began + most_seconds)
+    offer, until = keep_to_framework(run).run, began + most_seconds
+    search = Search.open(offer, until, most_rollouts=most_rollouts)
     check_free_plans(run.cluster.pools, run.plan, search.space.prices)
     while True:
         search.refine(pool, lambda *_: [*dict.fromkeys(_name(search, _figures(search)).values())])
         figures = _figures(search)
         named = _name(search, figures)
         new = [i for i in dict.fromkeys(named.values()) if i not in search.speeds]
-        if not new or search.is_late:
+        if not new or search.is_late or search.is_spent:
             break
         search.simulate(pool, new, lambda: None)
     plans = [_estimated(search, what, index, figures) for what, index in named.items()]
     keeps_limits = bool((search.over_limits() <= 1).any())
     rule = _rule_of(run.plan)
-    return FirstAnswer(
-        plans, len(search.space), time.perf_counter() - began, keeps_limits, rule, run
-    )
+    seconds = time.perf_counter() - began
+    return FirstAnswer(plans, len(search.space), seconds, search.is_late, keeps_limits, rule, run)
 
 
 def _rule_of(plan: PlanConfig) -> str:

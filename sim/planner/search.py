@@ -92,6 +92,10 @@ class Search(Scores):
     """The encoded run file of the search's trials."""
     deadline: float
     """Value of `time.perf_counter` after which no further simulation starts."""
+    most_rollouts: float = np.inf
+    """Rollouts after which no further simulation starts. Unlike the deadline, it is the same on a busy machine."""
+    num_rollouts: float = field(default=0, init=False)
+    """Rollouts that were simulated."""
     speeds: dict[int, Speed] = field(default_factory=dict)
     """Speed of each simulated plan over a few steps. All plans have the same prompts."""
     portions: dict[int, int] = field(default_factory=dict)
@@ -115,6 +119,7 @@ class Search(Scores):
         run: Run,
         deadline: float = float("inf"),
         *,
+        most_rollouts: float = np.inf,
         tight: bool = False,
         kept: Degrees | None = None,
     ) -> Search:
@@ -123,6 +128,7 @@ class Search(Scores):
         Args:
             run: the run file.
             deadline: value of `time.perf_counter` after which no further simulation starts.
+            most_rollouts: rollouts after which no further simulation starts.
             tight: use only plans that the search usually leaves out because their trainers leave
                 too little memory free.
             kept: a trainer whose layout is kept even if others on the same GPUs are faster.
@@ -134,7 +140,14 @@ class Search(Scores):
         batches = counted_batches(base)
         falling = [FallingLengths(DealtBatch.of(batch.trained).lengths) for batch in batches]
         space = Space.open(run, falling, tight=tight, kept=kept)
-        return cls(space=space, estimates=Estimates(space, batches), base=base, deadline=deadline)
+        estimates = Estimates(space, batches)
+        return cls(
+            space=space,
+            estimates=estimates,
+            base=base,
+            deadline=deadline,
+            most_rollouts=most_rollouts,
+        )
 
     def only(self, candidate: Candidate) -> Search:
         """Return a search with a single plan, to describe it."""
@@ -151,6 +164,11 @@ class Search(Scores):
     def is_late(self) -> bool:
         """Whether `plan.time_limit` has passed."""
         return time.perf_counter() > self.deadline
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether as many rollouts were simulated as may be."""
+        return self.num_rollouts >= self.most_rollouts
 
     @property
     def search_end(self) -> float:
@@ -359,7 +377,8 @@ class Search(Scores):
             picked = pick(best_of(scores), scores)
             passes = self.estimates.unchecked(picked)
             asked = self.estimates.asked(picked, len(measured))
-            if time.perf_counter() > min(until, self.deadline) or not (passes or asked):
+            is_over = self.is_spent or time.perf_counter() > min(until, self.deadline)
+            if is_over or not (passes or asked):
                 return picked
             batches = tuple(measured)
             for one, error in self._ask(pool, training_error_of, passes, batches[:1]):
@@ -378,7 +397,19 @@ class Search(Scores):
         trials = [
             (k, Trial(self.base, self.space.candidate(i), batches)) for k, i in wanted.items()
         ]
+        trials = list(self._within_work(trials, len(batches)))
         return run_all(pool, work, trials, until=self.deadline).items()
+
+    def _within_work(
+        self, trials: Iterable[tuple[Key, Trial]], num_batches: int
+    ) -> Iterator[tuple[Key, Trial]]:
+        """Yield trials of some batches, each with its key, until `most_rollouts` are simulated."""
+        for key, trial in trials:
+            if self.is_spent:
+                return
+            rollouts = self.space.run.algorithm.rollouts_per_step
+            self.num_rollouts += num_batches * rollouts / trial.portions
+            yield key, trial
 
     def _pick(self, order: list[int], scores: Floats) -> list[int]:
         """Choose the best plans by estimate that may be better than the best so far, or equal and faster.
@@ -448,7 +479,8 @@ class Search(Scores):
 
     def simulate(self, pool: Executor, indices: Iterable[int], watch: Callable[[], None]) -> None:
         """Simulate a few steps of plans and learn from them."""
-        trials = {i: self._trial(i) for i in indices}
+        steps = open_trial(self.base)[0].simulate.max_steps
+        trials = dict(self._within_work([(i, self._trial(i)) for i in indices], steps))
         estimated = self.estimates.estimate().step
         found = run_all(pool, timed_speed_of, trials.items(), watch, self.deadline)
         for index, (speed, seconds) in found.items():
