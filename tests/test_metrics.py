@@ -27,6 +27,7 @@ from streamrl.hardware.profiles import load_gpu
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
 from streamrl.record.rollout_flow import read_flow
+from streamrl.record.steady_state import read_steps
 from streamrl.runfile.config import Run
 from streamrl.sim.steady_state import simulate_steady
 from tests.hand_traces import LEARNERS, HandTrace
@@ -230,6 +231,7 @@ def test_steps_that_a_loss_takes_back_are_lost_and_the_next_one_has_their_time()
     hand.train(16.0, 20.0, 2, 3)
     metrics = measure(hand.trace, BOTH)
     assert metrics.step_times == [4, 16]
+    assert list(read_steps(hand.trace).num_generated) == [1, 3]
     assert metrics.dropped == {"rolled back": 2}
     assert metrics.staleness == {0: 2} and len(metrics.rewards) == 2
 

@@ -637,6 +637,19 @@ def test_a_resume_is_refused_if_a_trace_of_an_earlier_start_is_lost_or_damaged(
     assert whole is not None and whole.version == 4
 
 
+def test_a_run_without_its_first_traces_is_resumed_twice_from_one_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run = real_run(tmp_path, algorithm__steps=7, execute__checkpoint_every=2)
+    output = tmp_path / "run"
+    die_after_step(run, 3)
+    (output / "trace.jsonl").rename(tmp_path / "moved.jsonl")
+    die_after_step(run, 3, resume=True)
+    trace = execute(run, resume=True)
+    assert trace.leg == 2 and trace.entries[0].event.version == 2
+    assert ledger_of_run(read_trace(output / "trace.jsonl"), output).is_balanced
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_cut_tokens_of_prompts_are_named_with_what_to_do(tmp_path: Path, share: float) -> None:
     import numpy as np

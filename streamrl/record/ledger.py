@@ -337,6 +337,8 @@ class LedgerReader(MessageReader):
         self._taken_back = 0
         self._has_begun = False
         self._first_leg = trace.leg
+        self._first_version = 0
+        """Version at which the first trace begins; above 0 if earlier traces are missing. Restarts may return to it."""
         self._served = ServedVersions(self._faults.add) if trace.world == "real" else None
         self.begin_trace(trace)
 
@@ -424,11 +426,13 @@ class LedgerReader(MessageReader):
         """Record a start of the run. A restart returns every account to its checkpoint."""
         if self._has_begun:
             self._check_end()
+        elif self._leg == self._first_leg:
+            self._first_version = event.version
         saved = self._saved[LEADER].resume(event.version)
         self._draws, self._resumed_at = Draws(event.groups_done), event.version
         if saved is not None:
             self._draws.done_ahead = saved.done_ahead
-        elif event.version and not self._has_begun and self._leg == self._first_leg:
+        elif event.version and event.version == self._first_version:
             self._draws.is_known = False
         elif event.version:
             self._faults.add(f"a restart resumes from step {event.version}, which was never saved")
@@ -456,7 +460,7 @@ class LedgerReader(MessageReader):
         """Record that a secondary trainer resumes from its own checkpoint."""
         account = self._trainers[begun.trainer]
         saved = self._saved[begun.trainer].resume(begun.version)
-        if saved is None and self._first_leg == 1:
+        if saved is None and self._first_leg == 1 and not self._first_version:
             account.report_fault(f"resumes from step {begun.version}, which was never saved")
         account.fall_back_to(begun.version, saved)
         account.done_before = drawn_again(event, begun)

@@ -149,11 +149,13 @@ def read_starts(directory: Path) -> RecordedStarts | None:
         if last is not None and last.path is not None:
             _check_same_run(last.path, last, trace)
         begun = trace.entries[0].event if trace.entries else None
-        saved = {version for trainer, version in found.saved if trainer == LEADER}
-        if last is not None and isinstance(begun, RunStarted) and begun.version not in {0, *saved}:
-            raise ValueError(
-                f"{path}: resumes from step {begun.version}, which no earlier trace saved: one was cut"
-            )
+        if isinstance(begun, RunStarted) and begun.version:
+            if last is None:  # traces of earlier starts were moved away
+                found.saved[LEADER, begun.version] = {begun.groups_done}
+            elif (LEADER, begun.version) not in found.saved:
+                raise ValueError(
+                    f"{path}: resumes from step {begun.version}, which no earlier trace saved: one was cut"
+                )
         for trainer, version, groups_done in _commanded_saves(path):
             found.saved.setdefault((trainer, version), set()).add(groups_done)
         found = found._replace(prompts=found.prompts or trace.prompts)

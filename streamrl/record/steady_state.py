@@ -357,8 +357,8 @@ OF_EVALUATIONS: set[type[Event]] = {EvaluationDrawn, Evaluated, Failed}
 class LeaderSteps:
     """The primary trainer's steps, without those that were rolled back.
 
-    The first step after a loss lasts from the end of the last step that was kept. The seconds of
-    evaluations for which training waits belong to no step, also if that step was rolled back.
+    The first step after a loss lasts from the end of the last step that was kept, and has all rollouts
+    that finished in this time. The seconds of evaluations for which training waits belong to no step, also if that step was rolled back.
     """
 
     def __init__(self, has_turns: bool = False, evaluation: EvaluationConfig | None = None) -> None:
@@ -417,6 +417,7 @@ class LeaderSteps:
                 self.num_failures += 1
                 if trainer == LEADER:
                     del self.ended_at[self._num_saved :]
+                    self._generated_before -= sum(self.num_generated[self._num_saved :])
                     del self.num_generated[self._num_saved :]
                     self._held_since_step += sum(self.held[self._num_saved :])
                     del self.held[self._num_saved :]
