@@ -392,3 +392,15 @@ def test_a_column_that_appears_twice_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "in.parquet", tmp_path / "in.csv"):
         done = streamrl("import", path, "-o", tmp_path / "out", "--format", "rollouts")
         assert done.returncode == 2 and "the column 'output_len' appears twice" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["steps.csv", "lengths.csv"])
+def test_an_import_does_not_replace_its_input(name: str, tmp_path: Path) -> None:
+    text = {
+        "steps.csv": "step,step_time,output_tokens\n1,9,100\n",
+        "lengths.csv": "prompt_id,output_tokens\n1,10\n",
+    }
+    (tmp_path / name).write_text(text[name])
+    done = streamrl("import", tmp_path / name, "-o", tmp_path)
+    assert done.returncode == 2 and f"{name} is the input; name another" in done.stderr
+    assert (tmp_path / name).read_text() == text[name]

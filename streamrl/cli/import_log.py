@@ -156,6 +156,9 @@ def import_log(
         fragment, kind, notes = replay_steps(steps, shape), steps.framework, steps.notes
         files[STEPS] = write_steps(steps.steps, steps.source)
     files[WORKLOAD] = fragment.text
+    for name in files:
+        if (output / name).is_file() and (output / name).samefile(recorded):
+            raise ValueError(f"--output {output}: {name} is the input; name another directory")
     write_results(output, files)
     if as_json:
         print_json({"format": kind, **fragment.facts, "files": sorted(files), "notes": notes})
