@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from streamrl.cli.checkpoint import step_of
 from streamrl.cli.evaluate import run_to_evaluate
 from streamrl.engine.messages import SaveCheckpoint
 from streamrl.executor.checkpoint_export import (
@@ -321,3 +322,8 @@ def test_a_checkpoint_is_pushed_to_a_repository(
         export_checkpoint(checkpoint, "hf://model", "merged")
     with pytest.raises(RuntimeError, match="hub does not take the checkpoint: no route to the hub"):
         export_checkpoint(checkpoint, "hf://far/model", "merged")
+
+
+def test_a_step_of_thousands_of_digits_is_no_step() -> None:
+    with pytest.raises(ValueError, match=r"^--step is '9+\.\.\.; write last, best, or"):
+        step_of("9" * 5000)

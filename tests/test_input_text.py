@@ -17,6 +17,7 @@ from streamrl.executor.prompts import PromptWorkload, load_tokenizer
 from streamrl.executor.record import RunDirectory
 from streamrl.executor.roles import Scoring
 from streamrl.runfile.config import Run
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.field_checks import bounds_of
 from streamrl.runfile.files import load_run
 from streamrl.runfile.plan_config import PlanConfig
@@ -209,6 +210,12 @@ def test_a_number_that_none_can_be_is_refused_by_its_key(key: str, value: str) -
     done = streamrl("simulate", EXAMPLE, "--set", f"{key}={value}")
     assert done.returncode == 2 and done.stderr.startswith(f"streamrl: {key} must be ")
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("key", ["rollout.temperature", "evaluation.temperature"])
+def test_a_temperature_that_leaves_nothing_of_the_model_is_refused(key: str) -> None:
+    with pytest.raises(RunError, match=rf"^{key} must be in .*100\], got 1e\+308"):
+        load_run(EXAMPLE, [f"{key}=1e308", "evaluation.prompts=held-out.jsonl"])
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])

@@ -109,6 +109,16 @@ def test_a_table_that_is_no_run_file_is_refused_by_its_key() -> None:
         load_run({"model": {"name": "qwen2.5-7b"}})
 
 
+def test_a_dict_that_contains_itself_is_refused_by_its_key() -> None:
+    table: dict[str, Any] = {}
+    table["rollout"] = table
+    values: list[Any] = []
+    values.append(values)
+    for source, changes in ((table, {}), (TABLE, table), (TABLE, {"rollout.stop": values})):
+        with pytest.raises(RunError, match=r"^rollout is nested more than 64 times"):
+            load_run(source, changes)
+
+
 def test_swept_values_are_written_as_set_takes_them() -> None:
     (axis,) = axes_of({"plan.systems": ["a b", "8", 8, 0.5, True, [1, 2], ["x", "ü"]]})
     texts = ["a b", '"8"', "8", "0.5", "true", "[1, 2]", '["x", "ü"]']

@@ -158,6 +158,46 @@ def test_a_recorded_file_that_has_no_end_is_refused(tmp_path: Path, kind: str, n
     assert done.returncode == 2 and "no regular file" in done.stderr
 
 
+DEEP = "[" * 3000 + "]" * 3000
+NESTED = {
+    "run.toml": (f"x = {DEEP}\n", "simulate {}"),
+    "steps.json": (DEEP, "import {} -o {}.out"),
+    "steps.jsonl": (f'{{"step": 1, "x": {DEEP}}}\n' * 2, "import {} -o {}.out"),
+    "train.log": (f"{{'step_time': {DEEP}}}\n", "calibrate examples/plan-7b.toml {}"),
+    "rollouts.jsonl": (f'{{"prompt": {DEEP}, "response_length": 3}}\n', "import {} -o {}.out"),
+    "agent.json": (
+        f'[{{"role": "user", "content": "u"}}, {{"role": "assistant", "content": {DEEP}}}]',
+        "import {} -o {}.out",
+    ),
+    "trace.jsonl": (f'{{"format": 1, "x": {DEEP}}}\n', "replay {}"),
+    "config.json": (f'{{"model_type": "qwen2", "x": {DEEP}}}', "model show {directory}"),
+    "run.json": (f'{{"x": {DEEP}}}', "checkpoint list {directory}"),
+    "study.json": (DEEP, "report {directory}"),
+    "results.json": (DEEP, "report {directory}"),
+    "plan.json": (DEEP, "diff {directory} {directory}"),
+}
+"""By file: its text, and a command that reads it."""
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_values_nested_too_deeply_are_one_line_that_names_their_file(
+    tmp_path: Path, name: str
+) -> None:
+    text, words = NESTED[name]
+    (tmp_path / name).write_text(text)
+    if name == "results.json":
+        (tmp_path / "trace.jsonl").write_text("{}\n")
+    done = streamrl(*words.replace("{}", str(tmp_path / name)).format(directory=tmp_path).split())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert str(tmp_path) in done.stderr, done.stderr
+
+
+def test_a_name_that_is_too_long_is_wrong_input() -> None:
+    done = streamrl("lengths", "x" * 5000)
+    assert done.returncode == 2 and "File name too long" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_circle_of_links_is_no_run_file(tmp_path: Path) -> None:
     path = tmp_path / "loop.toml"
     path.symlink_to("loop.toml")

@@ -14,6 +14,7 @@ from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_cons
 from streamrl.record.evaluation import read_evaluations
 from streamrl.record.run_directory import RUN
 from streamrl.runfile.config import AdapterForm, CheckpointChoice, Run
+from streamrl.runfile.errors import shown
 from streamrl.runfile.files import read_recorded_run
 from streamrl.runfile.workload_config import HUB
 
@@ -25,6 +26,8 @@ checkpoint = typer.Typer(
     "Example: streamrl checkpoint export runs/quickstart -o build/model",
 )
 
+MOST_DIGITS = 12
+"""Digits of a step that a run may have."""
 RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a run (execute.output).")
 ]
@@ -122,9 +125,9 @@ def step_of(text: str) -> CheckpointChoice | int:
     match text:
         case "last" | "best":
             return text
-        case _ if text.isdecimal():
+        case _ if text.isdecimal() and len(text) <= MOST_DIGITS:
             return int(text)
-    raise ValueError(f"--step is {text!r}; write last, best, or the number of a step")
+    raise ValueError(f"--step is {shown(text)}; write last, best, or the number of a step")
 
 
 def _form_of(text: str) -> AdapterForm:

@@ -591,6 +591,10 @@ def _in_words(error: Exception) -> str:
 def _read_header(path: Path, line: bytes) -> Header:
     try:
         header = msgspec.json.decode(line, type=Header)
+    except RecursionError:
+        raise ValueError(
+            f"{path}:1: not a trace header: its values are nested too deeply"
+        ) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}:1: not a trace header: {error}") from None
     if header.format != FORMAT:

@@ -388,6 +388,8 @@ TERM = Bounds(0, 10 * SECONDS_PER_YEAR)
 """Of a contract for GPUs: at most ten years."""
 FACTOR = Bounds(1e-4, 1e4)
 POSITIVE_SHARE = Bounds(0, 1, excludes_least=True)
+MOST_TEMPERATURE = 100
+"""At this temperature, logits that differ by 10 have nearly the same probability."""
 MOST_ROLLOUTS = 10**7
 """Maximum rollouts of a step, or of an evaluation; those under way are held in memory."""
 MOST_PER_GROUP = 2**14
@@ -468,7 +470,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
     RolloutConfig: {
         "memory_utilization": POSITIVE_SHARE,
         "start_time": SECONDS,
-        "temperature": POSITIVE,
+        "temperature": Bounds(0, MOST_TEMPERATURE, excludes_least=True),
         "top_p": POSITIVE_SHARE,
         "top_k": Bounds(1),
         "min_p": SHARE,
@@ -538,7 +540,7 @@ BOUNDS: dict[type[Section], dict[str, Bounds]] = {
         "samples": Bounds(1, MOST_PER_GROUP),
         "passes_at": Bounds(0),
         "confidence": Bounds(0.5, 0.999),
-        "temperature": Bounds(0),
+        "temperature": Bounds(0, MOST_TEMPERATURE),
         "top_p": POSITIVE_SHARE,
         "top_k": Bounds(1),
         "min_p": SHARE,

@@ -274,6 +274,8 @@ def decode_run(data: bytes) -> Run:
     """
     try:
         return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
     except (msgspec.MsgspecError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
 
@@ -283,9 +285,13 @@ def read_recorded_run(path: Path) -> Run:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a run, or no regular file.
+        ValueError: it is not a run, or no regular file; the message names the file.
     """
-    return decode_run(read_regular(path))
+    data = read_regular(path)
+    try:
+        return decode_run(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: not the run of a run directory: {error}") from None
 
 
 def encode_run(run: Run) -> bytes:

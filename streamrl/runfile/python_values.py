@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from streamrl.runfile.errors import RunError, shown
 from streamrl.runfile.keys import join_key, override, read_value, set_value, split_key
+from streamrl.runfile.reading import MOST_PARTS
 
 Changes: TypeAlias = Iterable[str] | Mapping[str, object]
 """Texts `key=value`, or values by dotted key. A value of None removes the key."""
@@ -38,6 +39,7 @@ def _flat(changes: Mapping[str, object], parent: str) -> Iterator[tuple[str, obj
     for name, value in changes.items():
         key = join_key(parent, name) if parent else _checked(name)
         if isinstance(value, Mapping):
+            _check_depth(key)
             yield from _flat(value, key)
         else:
             yield key, None if value is None else plain_value(value, key)
@@ -51,6 +53,14 @@ def _checked(key: object) -> str:
         pass
     text = f"{shown(key)} is no key of a run file; write a dotted key such as 'rollout.replicas'"
     raise RunError(str(key), key, text=text)
+
+
+def _check_depth(key: str) -> None:
+    """Refuse a value that is nested too deeply, such as in a dict that contains itself."""
+    if key.count(".") >= MOST_PARTS:
+        first, *_ = split_key(key)
+        text = f"{first} is nested more than {MOST_PARTS} times; a run file has tables in tables, at most a few"
+        raise RunError(first, None, text=text)
 
 
 def plain_table(table: Mapping[str, object], parent: str = "") -> dict[str, Any]:
@@ -72,6 +82,7 @@ def plain_table(table: Mapping[str, object], parent: str = "") -> dict[str, Any]
 
 def plain_value(value: object, key: str) -> object:
     """Return a value in a type that TOML has: a path becomes a text, a tuple or an array a list."""
+    _check_depth(key)
     match value:
         case bool() | int() | float() | str():
             return value
