@@ -173,7 +173,7 @@ def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:
 
 
 def _same_as(name: str) -> set[str]:
-    """Return the names that may not stand beside a name: of the same seconds, or of a part of them."""
+    """Return the names that exclude a name: those of the same seconds, or of a part of them."""
     if name in PARTS_OF_SCORE:
         return {name, "score"}
     return {each for each, column in STAGES.items() if column == STAGES[name]}
