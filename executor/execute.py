@@ -483,10 +483,8 @@ async def _execute_in(
         token_directory(run.execute, is_resumed=resume) as tokens,
         contextlib.ExitStack() as open_files,
     ):
-        listeners: list[Callable[[Entry], None]] = []
-        if guard.stages:
-            header = Trace(run, "real", {}, decode=decode)
-            listeners.append(StageWatch(header, guard.stages).take)
+        header = Trace(run, "real", {}, decode=decode)
+        listeners: list[Callable[[Entry], None]] = [StageWatch(header, guard.stages).take]
         if run.execute.live_trace:
             full = FullBatches(decode, run.replica_kinds, run.rollouts_per_prompt)
             reader = ChromeReader(full, run.followers, run.verifier)

@@ -1,7 +1,7 @@
 """Guard a run: project its end, stop it before its deadline or budget is exceeded, and say if it cannot learn.
 
 `RunGuard.take` gets each line of metrics.jsonl. `RunGuard.reason` is asked every second. `StageWatch.take` gets each entry
-of the trace, if a plan says what each stage should take.
+of the trace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 from streamrl.engine.messages import Stepped
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
+from streamrl.executor.launchers.placement import usable_cores
 from streamrl.record.attribution import AttributionReader
 from streamrl.record.step_stages import stage_seconds
 from streamrl.runfile.config import ExecuteConfig
 from streamrl.runfile.formatting import format_dollars, format_duration
+from streamrl.runfile.roles_config import VerifierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,10 @@ CLOSE_TIME = 8.0
 
 CLOSE = 0.1
 """A stage that is off by less than this share of the planned step is as planned."""
+MOST_ENTRIES = 10_000
+"""Entries of the trace that are read at a time, so that those of a long step are not all in memory."""
+HELD_UP = 0.1
+"""Share of their time that replicas and trainer wait for rewards, from which the run says so."""
 
 
 class PlannedStep(NamedTuple):
@@ -120,10 +126,11 @@ class RunGuard:
 
 
 class StageWatch:
-    """Says after a few steps which stage of a step deviates from its planned seconds."""
+    """Says after a few steps if rewards hold up the run, and which stage deviates from its planned seconds."""
 
     def __init__(self, header: Trace, planned: Mapping[str, float]) -> None:
-        """Take a trace of the run without entries, and the planned seconds of each stage."""
+        """Take a trace of the run without entries, and the planned seconds of each stage, if there is a plan."""
+        self._verifier = header.run.verifier
         self._reader: AttributionReader | None = AttributionReader(header)
         self._secondary = [follower.name for follower in header.run.followers]
         self._planned = planned
@@ -136,11 +143,12 @@ class StageWatch:
             return
         self._block.append(entry)
         if not isinstance(entry.event, Stepped) or entry.event.trainer != LEADER:
+            if len(self._block) >= MOST_ENTRIES:
+                self._read()
             return
         self._stepped_at.append(entry.time)
         self._reader.mark([entry.time])
-        self._reader.read(self._block)
-        self._block = []
+        self._read()
         if len(self._stepped_at) == FEW_STEPS:
             self._reader.finish()
             # What runs beside the newest step is known only once it ends. The first step has the start of processes.
@@ -148,8 +156,41 @@ class StageWatch:
             step_time = (last - first) / (FEW_STEPS - 2)
             shares = self._reader.between(first, last)
             self._reader = None
-            measured = stage_seconds(shares, step_time, self._secondary)
-            logger.info(compare_stages(measured, self._planned))
+            if text := rewards_text(shares.whole.idle["verifier"], self._verifier, usable_cores()):
+                logger.warning(text)
+            if self._planned:
+                measured = stage_seconds(shares, step_time, self._secondary)
+                logger.info(compare_stages(measured, self._planned))
+
+    def _read(self) -> None:
+        """Read the entries that have gathered."""
+        if self._reader is not None:
+            self._reader.read(self._block)
+        self._block = []
+
+
+def rewards_text(share: float, verifier: VerifierConfig, num_cores: int) -> str:
+    """Return that rewards hold up a run, and what helps; "" if replicas and trainer hardly wait for them.
+
+    Args:
+        share: share of the time of replicas and trainer in which they wait for rewards.
+        verifier: what computes the rewards.
+        num_cores: CPU cores that this machine has for scorers.
+    """
+    if share < HELD_UP:
+        return ""
+    workers = verifier.workers
+    told = f"replicas and trainer wait for rewards {share:.0%} of their time"
+    judges = [reward.at_once for reward in verifier.rewards if reward.endpoint is not None]
+    if verifier.pool is not None:
+        return (
+            f"{told}: set verifier.workers above {workers}, for more replicas of the reward model"
+        )
+    if judges:
+        return f"{told}: set at_once of the judge above {min(judges)}, for more requests at a time"
+    if workers >= num_cores:
+        return f"{told}, with verifier.workers {workers} on {num_cores} CPU cores: a faster scorer or more cores help"
+    return f"{told}: set verifier.workers above {workers}, up to the {num_cores} CPU cores of this machine"
 
 
 def compare_stages(measured: Mapping[str, float], planned: Mapping[str, float]) -> str:

@@ -18,16 +18,21 @@ from streamrl.executor.run_guard import (
     RunGuard,
     StageWatch,
     compare_stages,
+    rewards_text,
 )
 from streamrl.record.attribution import attribute_sides
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import measure
 from streamrl.record.step_stages import stage_seconds
 from streamrl.runfile.config import ExecuteConfig
+from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.runfile.units import Duration
 from tests.runs import checked_world, small_run
 from tests.scripted import make_world
 from tests.test_execute import real_run
+
+JUDGE = (RewardConfig(scorer="judge", endpoint="http://localhost:8000/v1", at_once=4),)
+"""A reward that an LLM behind an endpoint gives."""
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
@@ -109,6 +114,37 @@ def test_the_stages_of_a_run_are_those_of_its_own_simulation(
     assert line.replace("-0%", "+0%").count("(+0% against ") == len(planned) >= 2
     assert line.endswith("no stage deviates by more than 10% of a step")
     assert set(measure(trace).stages) == set(planned)
+
+
+@pytest.mark.parametrize(("seconds", "says_so"), [("1 s", True), ("1 ms", False)])
+def test_a_run_that_rewards_hold_up_says_so_after_a_few_steps(
+    seconds: str, says_so: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = checked_world(small_run({"algorithm.steps": 8, "verifier.time": seconds})).run()
+    watch = StageWatch(Trace(trace.run, "real", {}), {})
+    for entry in trace.entries:
+        watch.take(entry)
+    assert len(caplog.messages) == says_so
+    assert all("wait for rewards" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "way_out"),
+    [
+        ({}, ": set verifier.workers above 1, up to the 8 CPU cores of this machine"),
+        (
+            {"workers": 8},
+            ", with verifier.workers 8 on 8 CPU cores: a faster scorer or more cores help",
+        ),
+        ({"pool": "near"}, ": set verifier.workers above 1, for more replicas of the reward model"),
+        ({"reward": JUDGE}, ": set at_once of the judge above 4, for more requests at a time"),
+    ],
+)
+def test_what_helps_against_waiting_for_rewards(changes: dict[str, Any], way_out: str) -> None:
+    verifier = VerifierConfig(**changes)
+    told = "replicas and trainer wait for rewards 23% of their time"
+    assert rewards_text(0.23, verifier, 8) == f"{told}{way_out}"
+    assert rewards_text(0.05, verifier, 8) == ""
 
 
 @pytest.mark.parametrize(
