@@ -403,6 +403,15 @@ def test_the_figures_of_episodes_are_those_of_their_messages() -> None:
     assert measure(simulated(small_run())).episodes is None
 
 
+def test_episodes_in_flight_are_those_of_each_moment_also_over_a_short_time() -> None:
+    steps = {"algorithm.steps": 12, "simulate.max_steps": 12}
+    run = agentic({"policies.system": "stream-async", **steps}, sandboxes=5, failed_share=0.02)
+    trace = simulated(run)
+    found = [measure(trace, (step, step)).episodes for step in range(2, 13)]
+    in_flight = [each.in_flight for each in found if each is not None]
+    assert len(in_flight) > 6 and np.mean(in_flight) > 3 and max(in_flight) <= 5
+
+
 def test_a_start_that_takes_too_long_loses_the_environment() -> None:
     run = agentic(start_time="median 2 s, p95 6 s", start_time_limit="3 s", starts_per_second=2)
     trace = simulated(run)

@@ -39,7 +39,7 @@ class EpisodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     action_time: float
     """Seconds of one action."""
     in_flight: float
-    """Episodes whose environment was started and that have not ended, over the counted time."""
+    """Episodes whose environment was started and that have not ended: their mean number over the counted time."""
     cached_share: float | None
     """Share of the contexts of later turns that the prefix cache had; None if no replica reports it."""
 
@@ -47,7 +47,6 @@ class EpisodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class _Episode(msgspec.Struct):
     """What an episode in flight has done."""
 
-    began_at: float
     prompt_tokens: int
     turns: int = 0
     start_time: float = 0.0
@@ -72,6 +71,8 @@ class EpisodeReader(MessageReader):
         self._prompts: dict[int, int] = {}
         """Prompt tokens of the episodes that have not ended."""
         self._open: dict[int, _Episode] = {}
+        self._counted_to = 0.0
+        """Instant up to which open episodes were counted."""
         self._sums = IntervalSums[Amount]()
 
     def handlers(self) -> Iterator[Handlers]:
@@ -114,7 +115,8 @@ class EpisodeReader(MessageReader):
     def _act(self, command: Act, time: float) -> None:
         rollout = command.rollout
         if command.starts and rollout < HELD_OUT:  # training alone has figures
-            self._open[rollout] = _Episode(time, self._prompts.get(rollout, 0))
+            self._count(time)
+            self._open[rollout] = _Episode(self._prompts.get(rollout, 0))
         if (episode := self._open.get(rollout)) is not None:
             episode.running = command, time
 
@@ -151,17 +153,18 @@ class EpisodeReader(MessageReader):
 
     def _fail(self, event: Failed, time: float) -> None:
         if isinstance(event.command, Act) and event.command.rollout in self._open:
-            lost = self._open.pop(event.command.rollout)
-            self._add(time, {"seconds": time - lost.began_at})
+            self._count(time)
+            del self._open[event.command.rollout]
 
     def _drop(self, command: Drop, time: float) -> None:
+        self._count(time)
         first = command.group * self._group_size
         for rollout in range(first, first + self._group_size):
             self._prompts.pop(rollout, None)
-            if (episode := self._open.pop(rollout, None)) is not None:
-                self._add(time, {"seconds": time - episode.began_at})
+            self._open.pop(rollout, None)
 
     def _end(self, rollout: int, time: float) -> None:
+        self._count(time)
         episode = self._open.pop(rollout, None)
         if episode is None:
             return
@@ -174,13 +177,19 @@ class EpisodeReader(MessageReader):
                 "start_time": episode.start_time,
                 "tool_time": episode.tool_time,
                 "actions": episode.actions,
-                "seconds": time - episode.began_at,
             },
         )
+
+    def _count(self, time: float) -> None:
+        """Add the seconds of all open episodes since the last time that this was called."""
+        if self._open:
+            self._add(time, {"seconds": (time - self._counted_to) * len(self._open)})
+        self._counted_to = time
 
     def _add(self, time: float, amounts: dict[Amount, float]) -> None:
         self._sums.add(self._sums.slot_of(time), amounts)
 
     def _mark_step(self, event: Stepped, time: float) -> None:
         if event.trainer == LEADER:
+            self._count(time)
             self._sums.marks.append(time)

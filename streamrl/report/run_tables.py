@@ -451,7 +451,7 @@ def _episodes(found: EpisodeMetrics) -> Iterable[tuple[str, str, str]]:
     started = f"its environment starts in {format_duration(found.start_time)}"
     yield "turns", f"{found.turns:.1f}", f"mean of {found.episodes:,} episodes"
     yield "tools", format_duration(found.tool_time), f"an episode, {action}; {started}"
-    yield "episodes in flight", f"{found.in_flight:.1f}", "mean over the counted steps"
+    yield "episodes in flight", f"{found.in_flight:.1f}", "mean number over the counted steps"
     if found.cached_share is not None:
         share = format_share(found.cached_share)
         yield "cached prefix", share, "of the contexts of later turns"
