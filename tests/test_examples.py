@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.executor.environment.registry import find_class
 from streamrl.runfile.examples import describe_example, example_names
 from streamrl.runfile.files import load_run
 from streamrl.runfile.jobs_file import load_jobs
@@ -56,6 +57,28 @@ def test_the_template_for_own_data_brings_a_reward_function_that_scores(tmp_path
     score = runpy.run_path(str(tmp_path / file))[name]
     record = {"ground_truth": "-12"}
     assert [score(text, record) for text in ("5-17=-12", "so 12", "none")] == [1.0, 0.1, 0.0]
+
+
+def test_the_template_for_an_own_environment_brings_tools_and_a_reward(tmp_path: Path) -> None:
+    result = streamrl("examples", "copy", "own-environment", "-o", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "own-environment.toml",
+        "own_environment.py",
+        "make_agent.py",
+        "make_quickstart.py",  # which make_agent.py imports
+    }, result.stderr
+    config = load_run(tmp_path / "own-environment.toml").environment
+    assert config is not None and config.implementation is not None
+    environment = find_class(config.implementation)(**config.arguments)
+    assert [tool["function"]["name"] for tool in environment.tools] == ["add", "subtract"]
+    call = '<tool_call>{"name": "subtract", "arguments": {"a": 5, "b": %s}}</tool_call>'
+    environment.reset({"prompt": "5-17=", "answer": "-12"})
+    result = {"role": "tool", "name": "subtract", "content": "-12"}
+    assert environment.step(call % "17") == ([result], 0.0, False)
+    (failed,), penalty, is_over = environment.step(call % '"x"')
+    assert failed["content"].startswith("Error:") and penalty == -0.1 and not is_over
+    rewards = [environment.step(answer)[1:] for answer in ("so it is -12", "12", "none")]
+    assert rewards == [(1.0, True), (0.0, True), (0.0, True)]
 
 
 def test_a_copied_cluster_file_loads_with_the_run_files_of_its_jobs(tmp_path: Path) -> None:

@@ -47,17 +47,30 @@ class Tool(NamedTuple):
 
 
 class ToolEnvironment:
-    """Executes tool calls. The reward is that of the run's verifier."""
+    """Executes tool calls. The reward is that of the run's verifier.
 
-    def __init__(self, functions: Sequence[str], tool_format: str) -> None:
-        """Take values of `environment.tools`, and the format of tool calls."""
+    Your own environment may inherit from it: its methods can be tools, and `step` can return a reward.
+    """
+
+    def __init__(
+        self, functions: Sequence[str | Callable[..., Any]], tool_format: str = "hermes"
+    ) -> None:
+        """Take the tools, and the format of tool calls.
+
+        Args:
+            functions: functions, or values of `environment.tools`.
+            tool_format: a value of `environment.tool_format` other than "auto".
+        """
         self._format = tool_format
         self._connections: list[Any] = []
         found = [tool for name in functions for tool in self._find(name)]
         self._tools = {tool.name: tool for tool in found}
 
-    def _find(self, name: str) -> Iterator[Tool]:
-        """Yield the tools that a value of `environment.tools` names."""
+    def _find(self, name: str | Callable[..., Any]) -> Iterator[Tool]:
+        """Yield a function as a tool, or the tools that a value of `environment.tools` names."""
+        if not isinstance(name, str):
+            yield _tool_of(name)
+            return
         if name.startswith(MCP):
             connection = connect(name.removeprefix(MCP))
             self._connections.append(connection)
@@ -65,8 +78,7 @@ class ToolEnvironment:
                 own = schema["function"]["name"]
                 yield Tool(schema, partial(_call_server, connection, own))
             return
-        function = imported(name)
-        yield Tool(schema_of(function), lambda arguments: shown(call(function, arguments)))
+        yield _tool_of(imported(name))
 
     @property
     def tools(self) -> list[Schema]:
@@ -128,6 +140,10 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except TypeError as error:
         raise ToolCallError(str(error)) from None
     return function(*bound.args, **bound.kwargs)
+
+
+def _tool_of(function: Callable[..., Any]) -> Tool:
+    return Tool(schema_of(function), lambda arguments: shown(call(function, arguments)))
 
 
 def _call_server(connection: McpConnection, name: str, arguments: dict[str, Any]) -> str:

@@ -107,4 +107,7 @@ def _with_named(path: Path) -> list[Path]:
 
 
 def _is_named(path: Path, text: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(path.name)}\b", text) is not None
+    """Return whether a text has the name of a file, or imports it."""
+    name, module = re.escape(path.name), re.escape(path.stem)
+    found = rf"(?<![\w-]){name}\b|^(?:from|import) {module}\b"
+    return re.search(found, text, re.MULTILINE) is not None
