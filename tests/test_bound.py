@@ -152,7 +152,8 @@ def test_no_replicas_generate_a_batch_faster_than_its_bound(
 
 
 def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
-    return Search.open(offer({**LARGE, **(changes or {})}, sync_modes=["full"], **plan))
+    run = offer({**LARGE, **(changes or {})}, sync_modes=["full"], **plan)
+    return Search.open(run, runnable=False)
 
 
 def learned(estimates: Estimates, base: bytes, indices: list[int]) -> None:

@@ -35,7 +35,7 @@ SECTIONS = attrgetter("rollout", "trainer", "policies", "sync", "verifier", "env
 OFFERS: dict[str, Run] = {
     "two pools": few(SMALL | SEVERAL),
     "one pool": few(SMALL | SEVERAL, rollout_pools=["h800"]),
-    "fastest": few(SMALL, objective="step-time"),
+    "fastest": few(SMALL | SEVERAL, objective="step-time"),
     "value of an hour": few(SMALL, value_of_hour=20.0),
 }
 

@@ -264,7 +264,7 @@ def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
         **{**FEW_PLANS, "rollout_tensor_parallel": [1, 8], "zero": [1]},
         rollout_pools=["h20"],
     )
-    search = Search.open(run)
+    search = Search.open(run, runnable=False)
     small = next(
         index
         for index in range(len(search.space))
@@ -276,9 +276,8 @@ def test_a_plan_that_longer_outputs_no_longer_fit_says_so() -> None:
         for v in judge(search, small, search.spend_of(search.speeds[small]), Here()).verdicts
         if v.what == "lengths +20%"
     )
-    fits = Search.open(next(s.run for s in shifts(run) if s.what == "lengths +20%")).space.find(
-        search.space.candidate(small)
-    )
+    shifted = next(s.run for s in shifts(run) if s.what == "lengths +20%")
+    fits = Search.open(shifted, runnable=False).space.find(search.space.candidate(small))
     assert longer.still_fits == (fits is not None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from operator import ge
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,17 @@ from streamrl.executor import execute
 from streamrl.executor.launchers import placement
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
-from streamrl.runfile.files import load_run, write_run
+from streamrl.runfile.files import load_run, make_run, write_run
 from streamrl.runfile.plan_config import TargetName
 from streamrl.sim.planner.modes import find_modes, keep_to_framework
+from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.space import Space
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.verdicts import TARGETS, check_target, verdict_of
 from tests.command_line import streamrl
 from tests.patients import local_table
 from tests.runs import small_run
-from tests.target_offers import offer_for
+from tests.target_offers import OFFERS, offer_for
 
 SMALL = "1.5b, single GPUs"
 
@@ -52,10 +54,63 @@ def test_a_target_runs_every_plan_of_a_mixture(target: TargetName) -> None:
         check_target(run, target)
 
 
-def test_not_all_plans_of_an_open_search_are_run_by_execute() -> None:
-    space = planned_space(offer_for(SMALL, None, micro_batch=[2]))
-    verdicts = [verdict_of(run, "execute").can_run for run in sample(space, 40)]
-    assert 0 < sum(verdicts) < 40
+@pytest.mark.parametrize("offer", [SMALL, "7b, two pools", "16b mixture, 27 layers"])
+def test_a_search_without_a_target_has_only_plans_that_some_target_runs(offer: str) -> None:
+    space = planned_space(offer_for(offer, None, micro_batch=[2], recompute=["full"]))
+    able = [able_to_run(run) for run in sample(space, 60)]
+    assert all(able)
+    assert len(set.union(*able)) > 1 and not set.intersection(*able)
+
+
+def able_to_run(run: Run) -> set[str]:
+    """Return the names of the targets that can run a plan."""
+    return {name for name in TARGETS if verdict_of(run, name).can_run}
+
+
+@pytest.mark.parametrize("offer", [SMALL, "7b, two pools"])
+def test_a_search_leaves_out_only_what_no_target_runs(offer: str) -> None:
+    run = keep_to_framework(offer_for(offer, None, micro_batch=[2], zero=[0, 1, 2, 3])).run
+    every, space = Space.open(run, runnable=False), Space.open(run)
+    places = random.Random(1).sample(range(len(every)), 150)
+    kept = {place: space.index_of(every.candidate(place)) is not None for place in places}
+    able = {place: bool(able_to_run(every.candidate(place).apply(run))) for place in places}
+    assert kept == able
+    assert 0 < sum(kept.values()) < len(kept)
+
+
+def test_trainers_of_every_ability_stay_among_the_fast_ones() -> None:
+    run = keep_to_framework(offer_for("7b, one node", None, trainer_gpus=[4])).run
+    whole, space = Space.open(run), Search.open(run).space
+    assert whole.rules is not None and len(space.trainers) < len(whole.trainers)
+    kept = {whole.rules.ability(each) for each in space.trainers}
+    for trainer in whole.trainers:
+        able = whole.rules.ability(trainer)
+        assert any(all(map(ge, other, able)) for other in kept)
+
+
+def test_plans_of_a_named_framework_are_those_that_it_runs() -> None:
+    table = OFFERS[SMALL] | {"framework": {"name": "verl"}}
+    space = planned_space(make_run(table))
+    assert space.rules is not None and space.rules.targets == ("verl",)
+    for run in sample(space, 40):
+        check_target(run, "verl")
+
+
+def test_all_plans_are_searched_if_a_setting_keeps_every_target_from_all_of_them() -> None:
+    episodes = {"max_turns": 2, "max_context": 40_000, "turns": "2", "observation_tokens": "9"}
+    episodes |= {"action_time": "1 s"}
+    run = small_run({"environment": episodes, "rollout.chunked_prefill": False})
+    space = planned_space(run)
+    assert space.rules is None
+    assert not any(able_to_run(each) for each in sample(space, 40))
+    with pytest.raises(RunError):
+        Space.open(run, runnable=True)
+
+
+def test_a_budget_that_only_plans_keep_that_nothing_runs_is_an_error() -> None:
+    run = offer_for(SMALL, None, micro_batch=[2])
+    with pytest.raises(ValueError, match=r"^plan\.budget_per_hour 0\.01: the cheapest plan"):
+        planned_space(replace(run, plan=replace(run.plan, budget_per_hour=0.01)))
 
 
 def test_what_a_target_does_not_run_is_counted_by_its_key() -> None:

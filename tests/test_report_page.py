@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from streamrl.hardware.profiles import load_model
 from streamrl.record.assumed import Assumed
 from streamrl.record.attribution import IDLE
-from streamrl.report.next_steps import runners_text
+from streamrl.report.next_steps import just_dearer_text, runners_text
 from streamrl.report.page.answer import chosen_of
 from streamrl.report.page.assumptions import assumptions_of
 from streamrl.report.page.explorer import estimate_note
@@ -678,7 +678,40 @@ def test_an_option_on_parts_of_a_node_names_the_pools_that_are_rented_by_the_nod
     assert "keys of [plan]" in not_offered_text(by_node, own)
 
 
-def test_page_and_terminal_say_first_what_can_run_a_plan_or_the_best_option_that_something_can(
+def test_a_plan_that_is_just_dearer_and_much_faster_is_in_the_second_line_of_page_and_terminal(
+    tmp_path: Path,
+) -> None:
+    directory = write_planned(tmp_path / "plan")
+    plan = read_plan(directory / "plan.json")
+    first, second, *others = plan.options
+    faster = replace(second, relation="11 % dearer, 1.8 times as fast")
+    changed = replace(plan, options=[first, faster, *others], just_dearer=2)
+    write_plan(changed, directory)
+    told = "11 % dearer and 1.8 times as fast: option 2"
+    assert printed(plan_report(changed))[1].strip() == told
+    assert f" {told}. " in make_page(read_report([directory])).answer
+    assert told in list(head_lines(changed))
+    assert just_dearer_text(replace(changed, just_dearer=None)) == ""
+
+
+def test_an_option_that_nothing_runs_says_so_with_the_settings() -> None:
+    plan = planned(few()).plan
+    able, refused = (
+        Verdict(name="verl", can_run=True),
+        Verdict(name="verl", can_run=False, key="trainer.zero", value="1"),
+    )
+    first = replace(plan.options[0], carried_by=[able])
+    label = "nothing runs this today"
+    other = replace(first, number=2, labels=[label], is_offered=False, carried_by=[refused])
+    changed = replace(plan, options=[first, other], carried_by=[able])
+    assert not_offered_text(changed, other) == "not run by verl (trainer.zero=1)"
+    own = replace(other, labels=["your own file"])
+    assert not_offered_text(changed, own) == f"{label}: verl (trainer.zero=1)"
+    own = replace(own, carried_by=[able])
+    assert "keys of [plan]" in not_offered_text(changed, own)
+
+
+def test_page_and_terminal_say_first_what_can_run_a_plan_or_that_nothing_can(
     tmp_path: Path,
 ) -> None:
     directory = write_planned(tmp_path / "plan")
@@ -690,8 +723,7 @@ def test_page_and_terminal_say_first_what_can_run_a_plan_or_the_best_option_that
         first, *rest = plan.options
         options = [replace(first, carried_by=[own])]
         options += [replace(each, carried_by=list(others)) for each in rest]
-        best = 2 if any(each.can_run for each in others) else None
-        changed = replace(plan, carried_by=[own], options=options, best_to_run=best)
+        changed = replace(plan, carried_by=[own], options=options, just_dearer=None)
         write_plan(changed, directory)
         page = make_page(read_report([directory]))
         told = runners_text(changed)
@@ -701,9 +733,9 @@ def test_page_and_terminal_say_first_what_can_run_a_plan_or_the_best_option_that
         return page
 
     assert "It can be run by verl." in page_of(able).answer
-    page = page_of(refused, able)
-    assert "The best option that something can run is option 2, with $" in page.answer
-    assert "or another option, as it is" in page_of(refused).answer
+    assert "Your file excludes option 2: verl could run it." in page_of(refused, able).answer
+    page = page_of(refused)
+    assert page.answer.endswith("can run a plan that your file allows, as it is.")
     assert any("verl not in the mode stream-async" in step.text for step in page.steps)
 
 

@@ -191,7 +191,7 @@ def test_of_plans_that_are_alike_simplicity_comes_after_what_is_not_the_objectiv
 
 
 def test_what_there_is_to_set_up_is_counted() -> None:
-    search = Search.open(few(SMALL))
+    search = Search.open(few(SMALL), runnable=False)
     space, counts = search.space, search.complexity
 
     def counted(system: str, generates: tuple[str, int], trains: tuple[int, int]) -> int:

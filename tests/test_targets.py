@@ -52,7 +52,7 @@ def verdicts_of(changes: dict[str, Any]) -> list[Verdict]:
 def plan_of(verdicts: list[Verdict], framework: FrameworkName | None = None) -> Any:
     """Return what the last lines of a plan need."""
     named = None if framework is None else SimpleNamespace(name=framework)
-    return SimpleNamespace(carried_by=verdicts, framework=named, best_to_run=None)
+    return SimpleNamespace(carried_by=verdicts, framework=named, taken=1)
 
 
 def broken(changes: dict[str, Any], name: TargetName) -> str:
@@ -109,7 +109,7 @@ def test_only_targets_that_run_episodes_are_named_for_a_plan_with_episodes() -> 
     found = Verdict(name="execute", can_run=False, key="trainer.zero", value="1")
     other = Verdict(name="verl", can_run=False, key="environment", value="")
     (line,) = next_lines(plan_of([found, other]), Path("plan.toml"))
-    assert line == "next: add --for execute to search only plans that it can run"
+    assert line.startswith("next: add --for execute: it names the setting of your file")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_option_is_named_if_it_can_be_run_by_more_than_the_one_of_the_plan_fi
     first: Any = SimpleNamespace(carried_by=options[0].carried_by, options=options)
     excluded = "trl (your file excludes this option)"
     assert list(option_lines(first)) == [f"option 3 can also be run by: {excluded}"]
-    none: Any = SimpleNamespace(carried_by=[], options=options[2:], best_to_run=None)
+    none: Any = SimpleNamespace(carried_by=[], options=options[2:], taken=1)
     (line,) = option_lines(none)
     assert line.startswith("option 3 can be run by: ") and line.endswith(f", {excluded}")
     assert "option 3" in runners_text(none) and "could run it" in runners_text(none)
@@ -216,9 +216,12 @@ def test_a_plan_that_nothing_can_run_has_a_way_out_instead_of_a_command() -> Non
     (line,) = next_lines(plan_of(verdicts), Path("plan.toml"))
     assert line.startswith("next: add --for execute or --for verl")
     plan = plan_of(verdicts)
-    plan.best_to_run = 3
-    first, second = next_lines(plan, Path("plan.toml"))
-    assert first.startswith("next: add --take 3 ") and second.startswith("or:   add --for ")
+    plan.taken, able = 3, [Verdict(name="verl", can_run=True)]
+    plan.options = [SimpleNamespace(number=number, carried_by=able) for number in (1, 2)]
+    (line,) = next_lines(plan, Path("plan.toml"))
+    assert line.startswith("next: leave out --take 3 to write option 1")
+    told = "Nothing here can run option 3, which was taken. Option 1 can be run by verl."
+    assert runners_text(plan) == told
     assert [line.partition(":")[0] for line in verdict_lines(verdicts)] == ["not by"]
 
 

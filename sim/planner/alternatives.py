@@ -1,7 +1,8 @@
-"""Find cheaper plans that the search leaves out: trainers with little free memory, and parts of a node."""
+"""Find better plans that the search leaves out: trainers with little free memory, parts of a node, and what nothing runs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import islice
@@ -16,6 +17,7 @@ from streamrl.hardware.side_memory import trainer_side
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import PoolConfig
 from streamrl.runfile.config import Run
+from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.layouts import sizes
 from streamrl.sim.planner.objective import beats, faster_goal
 from streamrl.sim.planner.options import recommended_of
@@ -24,11 +26,12 @@ from streamrl.sim.planner.plan_settings import describe, settings_of
 from streamrl.sim.planner.scores import best_of
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate, Space, gpus_by_pool
+from streamrl.sim.planner.target_rules import TargetRules
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 TRIED = 4
-"""Plans on parts of a node that are simulated at a time, by cost and by time."""
+"""Plans beyond those of the search that are simulated at a time, by cost and by time."""
 NO_TIME = "no time was left to search for it"
 NONE_BETTER = "none that was tried is better"
 
@@ -83,25 +86,69 @@ def find_on_partial_nodes(
         pool: simulates.
         watch: called after each simulation.
     """
-    if search.is_late:
-        return NO_TIME
     run = search.space.run
     counts = list(_counts(run.cluster.pools))
-    plan = replace(run.plan, rollout_gpus=counts, trainer_gpus=counts)
+    wider = replace(run.plan, rollout_gpus=counts, trainer_gpus=counts)
+    is_limited = search.space.rules is not None
+    return _best_beyond(
+        search, wider, is_limited, lambda space: _uses_parts(space, names), rivals, pool, watch
+    )
+
+
+def find_run_by_nothing(
+    search: Search, rivals: Sequence[Speed], pool: Executor, watch: Callable[[], None]
+) -> Candidate | str | None:
+    """Return the plan to choose if a target could run it, or the reason why there is none.
+
+    All plans are estimated again, with those that no target can run. The arguments and the steps are those of
+    `find_on_partial_nodes`. The result is None if the search has such plans itself, or if the run file names what is
+    to run the plan.
+    """
+    plan, rules = search.space.run.plan, search.space.rules
+    if rules is None or plan.target is not None:
+        return None
+    return _best_beyond(
+        search, plan, False, lambda space: _is_run_by_nothing(space, rules), rivals, pool, watch
+    )
+
+
+def _best_beyond(
+    search: Search,
+    wider: PlanConfig,
+    runnable: bool,
+    wanted: Callable[[Space], Mask],
+    rivals: Sequence[Speed],
+    pool: Executor,
+    watch: Callable[[], None],
+) -> Candidate | str:
+    """Return the plan to choose among plans that a search leaves out, or the reason why there is none.
+
+    Args:
+        search: the search.
+        wider: the section `[plan]` that has them too.
+        runnable: leave out plans that no target can run.
+        wanted: returns which plans of the wider space to look at.
+        rivals: see `find_on_partial_nodes`.
+        pool: simulates.
+        watch: called after each simulation.
+    """
+    if search.is_late:
+        return NO_TIME
     try:
-        other = Search.open(replace(run, plan=plan), search.deadline)
+        run = replace(search.space.run, plan=wider)
+        other = Search.open(run, search.deadline, runnable=runnable)
     except ValueError as error:  # no plan fits, or there are too many
         return f"they could not be searched: {error}"
     other.estimates.take_paces(search.estimates)
-    is_part = _uses_parts(other.space, names)
-    _simulate_best(other, is_part, pool, watch)
+    among, plan = wanted(other.space), search.space.run.plan
+    _simulate_best(other, among, pool, watch)
     if not (known := _known(other)):
-        return _why_none(other, is_part)
-    if run.plan.takes_faster:
+        return _why_none(other, among)
+    if plan.takes_faster:
         least = min(other.spend_of(speed).whole for speed in known.values())
-        other.aim_at(faster_goal(run.plan, least))
-    _simulate_best(other, is_part, pool, watch)
-    other.aim_at(run.plan)
+        other.aim_at(faster_goal(plan, least))
+    _simulate_best(other, among, pool, watch)
+    other.aim_at(plan)
     known = _known(other)
     cheapest = min(known, key=lambda index: other.spend_of(known[index]).whole)
     best = (recommended_of(other, known), cheapest)
@@ -138,6 +185,17 @@ def _uses_parts(space: Space, names: Collection[str]) -> Mask:
     units = np.array([pool.unit or 1 for pool in pools.values()])
     is_rentable = np.all([(side % units == 0).all(axis=1) for side in sides], axis=0)
     found: Mask = (used % nodes > 0).any(axis=1) & is_rentable
+    return found
+
+
+def _is_run_by_nothing(space: Space, rules: TargetRules) -> Mask:
+    """Return which plans no target of some rules can run."""
+    pairs = rules.pairs(space.replicas, space.trainers)
+    every = np.ones((len(space.replicas), len(space.trainers)), dtype=bool)
+    found = np.ones(len(space), dtype=bool)
+    for place, mode in enumerate(space.modes):
+        able, own = pairs.open_to(mode, every, Counter()), space.of_mode == place
+        found[own] = ~able[space.of_replicas[own], space.of_trainer[own]]
     return found
 
 
@@ -192,7 +250,8 @@ def _find(
     if search.is_late:
         return None
     try:
-        other = Search.open(run, search.deadline, tight=tight)
+        is_limited = search.space.rules is not None
+        other = Search.open(run, search.deadline, tight=tight, runnable=is_limited)
     except ValueError:  # no plan fits
         return None
     other.estimates.take_paces(search.estimates)

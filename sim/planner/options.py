@@ -2,9 +2,10 @@
 
 Rows are the recommended, the cheapest, the fastest, the best synchronous and the best colocated
 plan. Plans of one system whose cost and time differ by less than `ALIKE` are one row. A faster plan
-and another layout fill a short table, unless a row beats them in cost and time. The user's own file
-and a plan on parts of a node are further rows. Every row was simulated for as many steps as the
-recommended plan.
+and another layout fill a short table, unless a row beats them in cost and time. A plan that costs
+just too much for `plan.tolerance` always has a row if it is `WORTH_MORE` times as fast. Further rows
+are the user's own file, a plan on parts of a node, and one that nothing runs today. Every row was
+simulated for as many steps as the recommended plan.
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ from streamrl.sim.planner.trial import Unfinished
 from streamrl.targets.verdicts import TARGETS, verdict_of
 
 MOST_ROWS, FEWEST_ROWS = 5, 3
-"""Rows of plans that the offer allows. The own file and parts of a node are further rows."""
+"""Rows of plans that the offer allows. Plans that the search leaves out are further rows."""
 MUCH_FASTER = 0.75
 """A plan is much faster if its time is below this share of another plan's."""
+JUST_ABOVE, WORTH_MORE = 2.0, 1.5
+"""A plan costs just too much if it costs at most `JUST_ABOVE` times `plan.tolerance` more than the cheapest.
+It is named beside the recommended plan if it is `WORTH_MORE` times as fast.
+"""
+LEFT_OUT_ROWS: tuple[OptionLabel, ...] = ("on parts of a node", "nothing runs this today")
+"""Rows of plans that the search leaves out and that would be better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,8 @@ class Options:
         """Return the plans that need as many simulated steps as the chosen one."""
         few = {index: self._search.speeds[index] for index in self._ranking()}
         first = [index for label in self._kinds if (index := self._first(label)) is not None]
-        found = [*first, *self._between(few)[:1], *self._race.ahead_over_few_steps(self._chosen)]
+        found = [*first, *self._just_dearer(few)[:1], *self._between(few)[:1]]
+        found += self._race.ahead_over_few_steps(self._chosen)
         groups = {self._group(index) for index in (self._chosen, *found)}
         if len(groups) < FEWEST_ROWS:
             found += [i for i in self._ranking() if self._group(i) not in groups][:1]
@@ -143,6 +151,22 @@ class Options:
         between = [index for index, spend in spends.items() if least < spend.seconds < most]
         return sorted(between, key=lambda index: spends[index].whole)
 
+    def _just_dearer(self, among: Iterable[int]) -> list[int]:
+        """Return the plans that cost just too much and are `WORTH_MORE` times as fast as the chosen one, the fastest first."""
+        race, plan = self._race, self._search.space.run.plan
+        if race.cheapest is None or not plan.takes_faster:
+            return []
+        most, seconds = 1 + JUST_ABOVE * plan.tolerance, dict[int, float]()
+        for index in among:
+            _, seconds[index] = race.ratios(index, self._chosen)
+        return [
+            index
+            for index in sorted(seconds, key=seconds.__getitem__)
+            if seconds[index] * WORTH_MORE <= 1
+            and not race.is_tolerable(index)
+            and race.ratios(index, race.cheapest)[0] <= most
+        ]
+
     def _group(self, index: int) -> Hashable:
         return group_of(self._search.space.candidate(index))
 
@@ -159,7 +183,10 @@ class Options:
         for label in self._kinds:
             if (index := self._best(label, known)) is not None:
                 _add(rows, self._row(label, index))
-        for row in self._fillers(known):
+        for row in (self._row("faster", index) for index in self._just_dearer(known)[:1]):
+            rows += [] if any(row.is_like(each) for each in rows) else [row]
+        has_faster = any("faster" in row.labels for row in rows)
+        for row in self._fillers(known, has_faster=has_faster):
             most = FEWEST_ROWS if "another layout" in row.labels else MOST_ROWS
             is_new = not any(row.is_like(each) or beats(each.spend, row.spend) for each in rows)
             if len(rows) < most and is_new:
@@ -168,13 +195,24 @@ class Options:
             _add(rows, row)
         return [rows[0], *sorted(rows[1:], key=lambda row: (row.spend.whole, row.spend.seconds))]
 
+    def just_dearer(self, rows: Sequence[Row]) -> int | None:
+        """Return the number of the row that costs just too much and is much faster; None if there is none.
+
+        It costs more than `plan.tolerance` allows, but at most `JUST_ABOVE` times that, and is `WORTH_MORE` times as
+        fast as the recommended plan.
+        """
+        numbers = numbers_of(rows, self._search)
+        kept = [index for index in numbers if index in self._race.known()]
+        return next((numbers[index] for index in self._just_dearer(kept)), None)
+
     def _row(self, label: OptionLabel, index: int) -> Row:
         speeds = self._race.as_known(index)
         return Row(labels=(label,), search=self._search, index=index, speeds=speeds)
 
-    def _fillers(self, known: Mapping[int, Speed]) -> Iterator[Row]:
-        """Yield a plan between the recommended and the fastest one, then other layouts."""
-        yield from (self._row("faster", index) for index in self._between(known)[:1])
+    def _fillers(self, known: Mapping[int, Speed], *, has_faster: bool) -> Iterator[Row]:
+        """Yield a plan between the recommended and the fastest one if no row is one, then other layouts."""
+        between = [] if has_faster else self._between(known)[:1]
+        yield from (self._row("faster", index) for index in between)
         others = (index for index in self._ranking() if index in known)
         yield from (self._row("another layout", index) for index in others)
 
@@ -246,7 +284,7 @@ def _add(rows: list[Row], row: Row) -> None:
 
 
 class OtherRows:
-    """Rows of plans that the search does not have: the layout of the run file, and parts of a node."""
+    """Rows of plans that the search does not have: the layout of the run file, parts of a node, and what nothing runs."""
 
     def __init__(self, race: Race, chosen: int) -> None:
         self._race, self._chosen = race, chosen
@@ -282,7 +320,7 @@ class OtherRows:
             rivals = [self._chosen, *race.known()]
             spend = alone.spend_of(metrics)
             beaten_by = next((i for i in rivals if beats(race.spend(i), spend)), None)
-            if label == "on parts of a node" and beaten_by is not None:
+            if label in LEFT_OUT_ROWS and beaten_by is not None:
                 which = "the recommended" if beaten_by == self._chosen else "another simulated"
                 self.leave_out(label, f"the best one is dearer and slower than {which} plan")
                 continue

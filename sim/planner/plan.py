@@ -55,9 +55,11 @@ OptionLabel: TypeAlias = Literal[
     "another layout",
     "your own file",
     "on parts of a node",
+    "nothing runs this today",
 ]
-"""Why a plan is a row of the answer. "faster" is between the recommended and the fastest plan.
-"another layout" fills a table that would have fewer than three rows.
+"""Why a plan is a row of the answer. "faster" is between the recommended and the fastest plan, or costs
+just too much for `plan.tolerance`. "another layout" fills a table that would have fewer than three rows.
+"nothing runs this today" is a better plan that no target can run.
 """
 
 
@@ -290,8 +292,9 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     plan.
     """
     is_offered: bool = True
-    """Whether the offer and `[plan]` allow it. A plan on parts of a node is not offered if pools are
-    rented by the node. Neither is the layout of a run file that `[plan]` excludes.
+    """Whether the search may choose it. A plan on parts of a node is not offered if pools are rented by
+    the node. Neither are the layout of a run file that `[plan]` excludes, and a plan that no target can
+    run although targets can run others.
     """
     note: str = ""
     """A limit of `[plan]` that it exceeds; empty if it keeps all."""
@@ -569,8 +572,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The version of streamrl that wrote the plan."""
     options: list[PlanOption] = []
     """Three to five plans that differ, the recommended one first and the others by rising cost. Your
-    own file and a plan on parts of a node are further rows. Empty if an earlier version wrote the
-    plan.
+    own file, a plan on parts of a node and one that nothing runs today are further rows. Empty if an
+    earlier version wrote the plan.
+    """
+    just_dearer: Ordinal | None = None
+    """Number of the option that costs just more than `plan.tolerance` allows and is at least 1.5 times
+    as fast as the recommended one. None if there is none, or if an earlier version wrote the plan.
     """
     left_out: list[LeftOutOption] = []
     """Kinds of plan without a row of `options`."""
@@ -632,10 +639,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
     first: FirstPlan | None = None
     """The plan of the first answer; None if the command printed none."""
-    best_to_run: Ordinal | None = None
-    """Number of the option that the rule of the plan chooses among those that something can run; None
-    if nothing can run any of them, or if an earlier version wrote the plan.
-    """
     drafts: str = ""
     """Assumptions about speculative decoding and their source; empty if plans could not choose it.
     """
@@ -790,7 +793,7 @@ def read_plan(path: Path | str) -> Plan:
         raise ValueError(f"{path}: not a plan: {error}") from None
     if [option.number for option in plan.options] != [*range(1, 1 + len(plan.options))]:
         raise ValueError(f"{path}: not a plan: the numbers of its options must count from 1")
-    named = [plan.taken, plan.best_to_run or 1, *(each.option or 1 for each in plan.sensitivity)]
+    named = [plan.taken, plan.just_dearer or 1, *(each.option or 1 for each in plan.sensitivity)]
     if max(named) > len(plan.options):
         raise ValueError(f"{path}: not a plan: it names option {max(named)} of {len(plan.options)}")
     return plan

@@ -29,15 +29,13 @@ from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.units import Duration
 from streamrl.sim.costs.corrections import framework_sources
 from streamrl.sim.parallel import worker_pool
-from streamrl.sim.planner.alternatives import find_on_partial_nodes, find_with_fuller_memory
-from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
-from streamrl.sim.planner.choice_after import (
-    Figures,
-    NewChoice,
-    best_of,
-    choices_after,
-    with_choices,
+from streamrl.sim.planner.alternatives import (
+    find_on_partial_nodes,
+    find_run_by_nothing,
+    find_with_fuller_memory,
 )
+from streamrl.sim.planner.bottleneck import RelaxedLimit, find_binding, find_gains
+from streamrl.sim.planner.choice_after import NewChoice, choices_after, with_choices
 from streamrl.sim.planner.disaggregation import (
     planned_disaggregation,
     with_prefill_replicas,
@@ -49,12 +47,13 @@ from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.layouts import rents_whole_nodes
 from streamrl.sim.planner.lending import planned_borrowing, planned_lending, with_borrowing
 from streamrl.sim.planner.modes import Scope, keep_to_framework
-from streamrl.sim.planner.objective import UNITS, check_free_plans
+from streamrl.sim.planner.objective import UNITS, check_free_plans, faster_goal
 from streamrl.sim.planner.options import (
+    JUST_ABOVE,
     MUCH_FASTER,
+    WORTH_MORE,
     Options,
     OtherRows,
-    Row,
     describe_rows,
     numbers_of,
 )
@@ -65,7 +64,6 @@ from streamrl.sim.planner.plan import (
     Plan,
     PlanFrame,
     PlannedFramework,
-    PlanOption,
     WhatIf,
     Worth,
 )
@@ -221,6 +219,7 @@ def _plan(
     _look_for_fastest(search, pool, progress)
     _look_for_cheapest(search, pool, progress)
     _look_for_much_faster(search, chosen, pool, progress)
+    _look_for_just_dearer(search, race, chosen, pool, progress)
     named = [each for each in (own, None if first is None else first.candidate) if each is not None]
     chosen, judged = _settle(search, race, pool, progress, chosen, judged, named)
     search.aim_at(run.plan)
@@ -235,6 +234,8 @@ def _plan(
         others.leave_out("on parts of a node", near.parts)
     elif near.parts is not None:
         others.add("on parts of a node", near.parts)
+    if isinstance(near.run_by_nothing, Candidate):
+        others.add("nothing runs this today", near.run_by_nothing)
     rows = options.rows(others.simulate(pool, progress.on("options")))
     offered = [row.index for row in rows[1:] if row.search is search and row.is_offered]
     changed = choices_after(search, race, chosen, judged, offered, pool, progress.on("what if"))
@@ -290,6 +291,7 @@ def _plan(
         why=found.why(),
         at_worst=at_worst_text(run.plan, table),
         options=table,
+        just_dearer=options.just_dearer(rows),
         left_out=[*options.left_out(rows), *others.left_out],
         infeasible={reason: count for reason, count in search.space.cut.items() if count},
         binding=find_binding(search.estimates, chosen, metrics, near.gains, worths.result()),
@@ -317,21 +319,9 @@ def _plan(
         framework=_of_framework(planned, scope),
         carried_by=[verdict_of(planned, name) for name in TARGETS],
         first=None if first is None else first_plan_of(search, race, chosen, first, numbers),
-        best_to_run=_best_to_run(run.plan, rows, table),
         drafts=drafts_text(run.rollout.speculative, run.plan.speculative),
     )
     return Planned(planned, plan)
-
-
-def _best_to_run(plan: PlanConfig, rows: Sequence[Row], table: Sequence[PlanOption]) -> int | None:
-    """Return the number of the option that the rule chooses among those that something can run."""
-    able = [
-        Figures(option.number, row.spend, row.search.value_of(row.metrics))
-        for row, option in zip(rows, table, strict=True)
-        if option.is_offered and any(each.can_run for each in option.carried_by)
-    ]
-    best = best_of(plan, able)
-    return None if best is None else best.plan
 
 
 class _Near(NamedTuple):
@@ -343,6 +333,8 @@ class _Near(NamedTuple):
     """A better plan with less free memory."""
     parts: Candidate | str | None
     """A plan on parts of a node, or why there is none; None if parts are not searched for."""
+    run_by_nothing: Candidate | str | None
+    """A better plan that no target can run, or why there is none; None if none is searched for."""
     what_if: WhatIf | None
     """The grid of the report page."""
 
@@ -360,7 +352,7 @@ def _look_near(
     This is left out of plans with episodes, whose simulations take long; see `_start_worths`.
     """
     if search.space.run.environment is not None:
-        return _Near({}, None, None, None)
+        return _Near({}, None, None, None, None)
     rivals = [search.speeds[i] for i in (chosen, race.cheapest) if i is not None]
     threads = ThreadPoolExecutor()
     try:
@@ -370,7 +362,8 @@ def _look_near(
         parts: Candidate | str | None = None
         if whole_nodes:
             parts = find_on_partial_nodes(search, whole_nodes, rivals, pool, watch)
-        return _Near(gains.result(), tighter.result(), parts, grid.result())
+        unrun = find_run_by_nothing(search, rivals, pool, watch)
+        return _Near(gains.result(), tighter.result(), parts, unrun, grid.result())
     finally:  # after Ctrl-C the workers end, and then these threads
         threads.shutdown(wait=False, cancel_futures=True)
 
@@ -461,6 +454,20 @@ def _look_for_much_faster(search: Search, chosen: int, pool: Executor, progress:
     with search.judged_by(replace(goal, deadline=Duration(limit), tolerance=0.0)):
         if search.ranking():  # else no plan may be so fast
             search.simulate(pool, search.next_round(pool), progress.on("options"))
+
+
+def _look_for_just_dearer(
+    search: Search, race: Race, chosen: int, pool: Executor, progress: _Progress
+) -> None:
+    """Simulate plans that may be much faster than the chosen plan and cost just more than `plan.tolerance` allows."""
+    plan, cheapest = search.space.run.plan, race.cheapest
+    if search.is_late or cheapest is None or not plan.takes_faster:
+        return
+    spends = [search.spend_of(search.speeds[index]) for index in (cheapest, chosen)]
+    most = [spends[1].seconds / WORTH_MORE, *([plan.deadline] if plan.deadline else [])]
+    wider = replace(plan, tolerance=JUST_ABOVE * plan.tolerance, deadline=Duration(min(most)))
+    with search.judged_by(faster_goal(wider, spends[0].whole)):
+        search.simulate(pool, search.next_round(pool), progress.on("options"))
 
 
 def _choose(

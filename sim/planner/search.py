@@ -122,6 +122,7 @@ class Search(Scores):
         most_rollouts: float = np.inf,
         tight: bool = False,
         kept: Degrees | None = None,
+        runnable: bool | None = None,
     ) -> Search:
         """Find all plans and estimate them.
 
@@ -132,6 +133,7 @@ class Search(Scores):
             tight: use only plans that the search usually leaves out because their trainers leave
                 too little memory free.
             kept: a trainer whose layout is kept even if others on the same GPUs are faster.
+            runnable: leave out plans that no target can run; by default, if a target can run any.
 
         Raises:
             ValueError: no plan fits, or costs are missing.
@@ -139,7 +141,7 @@ class Search(Scores):
         base = shortened(run, run.seed)
         batches = counted_batches(base)
         falling = [FallingLengths(DealtBatch.of(batch.trained).lengths) for batch in batches]
-        space = Space.open(run, falling, tight=tight, kept=kept)
+        space = Space.open(run, falling, tight=tight, kept=kept, runnable=runnable)
         estimates = Estimates(space, batches)
         return cls(
             space=space,

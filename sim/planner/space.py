@@ -35,6 +35,7 @@ from streamrl.runfile.checks import check_run
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import keep_filled_in, load_framework, settings_of
 from streamrl.runfile.gpu_pools import find_link, powers_of_two
 from streamrl.runfile.plan_config import PlanConfig, TargetName, framework_of_target
@@ -62,18 +63,24 @@ from streamrl.sim.planner.modes import Mode, find_modes
 from streamrl.sim.planner.objective import within_rent
 from streamrl.sim.planner.reward_replicas import RewardReplicas
 from streamrl.sim.planner.stage_times import BatchTimes, FallingLengths, times_of_trainer
-from streamrl.sim.planner.target_rules import TargetRules
+from streamrl.sim.planner.target_rules import OneTarget, TargetRules, targets_of
 from streamrl.targets.back_ends import for_target
 from streamrl.targets.verdicts import check_target
 
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Ability = tuple[bool, ...]
+"""Where a trainer can run, one place for each kind of target."""
 MOST_PLANS = 10_000_000
 """Most plans of a space. The arrays of more plans exceed a small machine's memory."""
 LINK = "no link between the two pools"
 POOL_SIZE = "the sides need more GPUs than their pool has"
 SHARED = "colocated: sides in different pools, or of different size"
+
+
+class NoPlanError(ValueError):
+    """No plan fits the offer, whatever it costs."""
 
 
 class Plans(NamedTuple):
@@ -97,15 +104,26 @@ def plans_of(
 ) -> Plans:
     """Return every combination of both sides and a mode whose rent is within the hourly and daily budgets.
 
+    Args:
+        cluster: the offer.
+        plan: the section `[plan]`.
+        replicas: all replicas.
+        trainers: all trainers.
+        modes: all modes.
+        cut: counts reasons.
+        rules: leave out what no target of these rules can run.
+        environment: has the price of sandboxes.
+
     Raises:
         ValueError: there are too many, or all exceed a budget.
     """
     pairs = Pairs(cluster, replicas, trainers, plan, environment)
+    runnable = None if rules is None else rules.pairs(replicas, trainers)
     parts = []
     for index, mode in enumerate(modes):
         is_open = pairs.open_to(mode, cut)
-        if rules is not None:
-            is_open = rules.open_pairs(mode, replicas, trainers, is_open, cut)
+        if runnable is not None:
+            is_open = runnable.open_to(mode, is_open, cut)
         first, second = np.nonzero(is_open)
         parts.append((first, second, np.full(len(first), index)))
     columns = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
@@ -327,7 +345,7 @@ class Space:
     cut: Counter[str]
     """Number of sides or pairs that each reason ruled out."""
     rules: TargetRules | None = None
-    """What the target of the plan can run; None if the run file names no target."""
+    """What the targets of the plan can run; None if plans that none of them can run are here too."""
 
     def __len__(self) -> int:
         return len(self.of_mode)
@@ -417,6 +435,7 @@ class Space:
         *,
         tight: bool = False,
         kept: Degrees | None = None,
+        runnable: bool | None = None,
     ) -> Space:
         """Find the plans that a run's offer and its section `[plan]` allow.
 
@@ -427,10 +446,21 @@ class Space:
             tight: use only the trainers that plans usually leave out because too little GPU memory
                 remains.
             kept: a trainer whose layout is kept even if others on the same GPUs are faster.
+            runnable: leave out plans that no target can run. By default, they are left out if any
+                target can run a plan, or if the run file names a target.
 
         Raises:
             ValueError: no plan fits. The error lists the constraints that rule plans out.
         """
+        if runnable is None:
+            try:
+                return cls.open(run, batches, tight=tight, kept=kept, runnable=True)
+            except (NoPlanError, RunError):
+                if run.plan.target is not None:
+                    raise
+            return cls.open(run, batches, tight=tight, kept=kept, runnable=False)
+        targets = targets_of(run.plan.target, run.framework.name) if runnable else []
+        rules = TargetRules([OneTarget(run, each) for each in targets]) if targets else None
         check_profiles(run)
         check_precision(resolve(run))
         check_attention_ranks(run.plan, load_model(run.model))
@@ -441,14 +471,13 @@ class Space:
             )
         cut: Counter[str] = Counter()
         replica, pools = resolve(run).replica, run.cluster.pools
-        rules = None if run.plan.target is None else TargetRules(run, run.plan.target)
         modes = find_modes(run) if rules is None else rules.keep_modes(find_modes(run), cut)
         replicas = find_replicas(replica, pools, run.plan, cut, rules)
         trainers = find_trainers(run, cut, tight=tight, rules=rules)
         if batches:
             own = (each.change(run.trainer) for each in trainers)
             times = [times_of_trainer(run, trainer, batches[:1]) for trainer in own]
-            trainers = _near_best(trainers, times, kept, cut)
+            trainers = _near_best(trainers, times, kept, cut, rules)
             mean_tokens = _mean_tokens(batches)
             held = [
                 kv_capacity(each.place(replica, pools[each.pool])) / mean_tokens
@@ -464,7 +493,7 @@ class Space:
         offer, turns = (run.cluster, run.plan), run.environment
         plans = plans_of(*offer, replicas, trainers, modes, cut, rules, turns)
         if not len(plans.of_mode):
-            raise ValueError(f"no plan is left: {_why(cut)}{_way_out(run.plan.target)}")
+            raise NoPlanError(f"no plan is left: {_why(cut)}{_way_out(run.plan.target)}")
         space = cls(
             run=run,
             replicas=replicas,
@@ -576,10 +605,10 @@ def find_replicas(
         pools: the offer.
         plan: the section `[plan]`.
         cut: counts reasons.
-        rules: what the target of the plan can run.
+        rules: what the targets of the plan can run.
 
     Raises:
-        ValueError: no layout fits.
+        NoPlanError: no layout fits.
     """
     found = [
         choice
@@ -597,14 +626,14 @@ def find_replicas(
         found = _runnable(found, rules, cut)
     if not found:
         offer = ", ".join(plan.rollout_pools or pools)
-        raise ValueError(
+        raise NoPlanError(
             f"no replica can generate in pools {offer}: {_why(cut)}{_way_out(plan.target)}"
         )
     return found
 
 
 def _runnable(replicas: list[Replicas], rules: TargetRules, cut: Counter[str]) -> list[Replicas]:
-    """Return the replicas that the target of the plan can run."""
+    """Return the replicas that a target of the plan can run."""
     reasons = [rules.refuses_replicas(each) for each in replicas]
     cut.update(reason for reason in reasons if reason)
     return [each for each, reason in zip(replicas, reasons, strict=True) if not reason]
@@ -619,14 +648,14 @@ def find_trainers(
         run: the run file.
         cut: counts reasons.
         tight: return the other trainers instead, which fit but leave less memory free.
-        rules: what the target of the plan can run.
+        rules: what the targets of the plan can run.
 
     Raises:
-        ValueError: no trainer fits.
+        NoPlanError: no trainer fits.
     """
     plan, pools, trainer = run.plan, run.cluster.pools, resolve(run).trainer
     own = trainer.config
-    zero = plan.zero or _zero_stages(plan.target, own)
+    zero = plan.zero or _zero_stages(() if rules is None else rules.targets, own)
     filled_in = {setting.key: setting.value for setting, _ in settings_of(run)}
     at_stage = {stage: replace(run, trainer=replace(own, zero=stage)) for stage in zero}
     kernels = {stage: keep_filled_in(run, at).trainer.kernels for stage, at in at_stage.items()}
@@ -660,7 +689,7 @@ def find_trainers(
     if not found:
         offer = ", ".join(plan.trainer_pools or pools)
         why = f"{_why(cut - before)}{_way_out(plan.target)}"
-        raise ValueError(f"no trainer can train in pools {offer}: {why}")
+        raise NoPlanError(f"no trainer can train in pools {offer}: {why}")
     return found
 
 
@@ -680,18 +709,25 @@ def _near_best(
     all_times: Sequence[BatchTimes],
     always: Degrees | None,
     cut: Counter[str],
+    rules: TargetRules | None,
 ) -> list[Degrees]:
     """Remove trainers that are slower than others on the same GPUs, both with whole batches and streaming.
 
-    Trainers with the layout of `always` are kept.
+    The others can run where the removed one can: see `TargetRules.ability`. Trainers with the layout
+    of `always` are kept.
     """
-    by_gpus: dict[tuple[str, int], list[tuple[Degrees, BatchTimes]]] = defaultdict(list)
+    by_gpus: dict[tuple[str, int], list[tuple[Ability, Degrees, BatchTimes]]] = defaultdict(list)
     for trainer, times in zip(trainers, all_times, strict=True):
-        by_gpus[trainer.pool, trainer.num_gpus].append((trainer, times))
+        able = () if rules is None else rules.ability(trainer)
+        by_gpus[trainer.pool, trainer.num_gpus].append((able, trainer, times))
     kept: dict[Degrees, None] = {}
     for alike in by_gpus.values():
-        for kind in ("whole", "stream"):
-            order = sorted((getattr(times, kind) + times.optimizer, one) for one, times in alike)
+        for where, kind in product({able for able, *_ in alike}, ("whole", "stream")):
+            order = sorted(
+                (getattr(times, kind) + times.optimizer, one)
+                for able, one, times in alike
+                if all(ours >= theirs for ours, theirs in zip(able, where, strict=True))
+            )
             near = [one for seconds, one in order if seconds <= NEAR_BEST * order[0][0]]
             kept |= dict.fromkeys(near[:MOST_ALIKE])
     cut[SLOW] += len(trainers) - len(kept)
@@ -744,11 +780,12 @@ def _logits(own: Logits | None, filled_in: object) -> Sequence[Logits | None]:
     return (own, "chunked") if own == filled_in else (own,)
 
 
-def _zero_stages(target: TargetName | None, trainer: TrainerConfig) -> Sequence[int]:
-    """Return the ZeRO stages to try: all that the target of the plan has, else 1, 3 and the trainer's own."""
-    if target is None:
+def _zero_stages(targets: Sequence[TargetName], trainer: TrainerConfig) -> Sequence[int]:
+    """Return the ZeRO stages to try: all that the targets of the plan have, else 1, 3 and the trainer's own."""
+    if not targets:
         return sorted({1, 3, trainer.zero})
-    layouts = load_framework(framework_of_target(target)).layouts
+    frameworks = (load_framework(framework_of_target(target)) for target in targets)
+    layouts = (layout for framework in frameworks for layout in framework.layouts)
     return sorted({stage for layout in layouts for stage in layout.zero})
 
 

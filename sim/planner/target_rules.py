@@ -1,9 +1,9 @@
-"""Leave out what the target of a plan cannot run: modes, trainers, replicas and sizes, by the target's own rules."""
+"""Leave out what no target of a plan can run: modes, trainers, replicas and sizes, by the targets' own rules."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -12,17 +12,117 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.export.launch_file import why_not_placed
+from streamrl.export.layout_rules import layout_of
 from streamrl.export.option_table import ExportName
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.frameworks import load_framework
 from streamrl.runfile.plan_config import TargetName, framework_of_target
+from streamrl.runfile.simulation_config import FrameworkName
 from streamrl.sim.planner.layouts import Degrees, Replicas
 from streamrl.sim.planner.modes import Mode
 from streamrl.targets.back_ends import for_target
-from streamrl.targets.verdicts import check_target
+from streamrl.targets.verdicts import TARGETS, check_target
 
 Mask = NDArray[np.bool_]
+Indices = NDArray[np.intp]
+
+
+def targets_of(target: TargetName | None, framework: FrameworkName | None) -> list[TargetName]:
+    """Return what may run the plans of a run file: `plan.target`, its framework, or all targets if it names neither.
+
+    A framework that is no target has none.
+    """
+    if target is not None:
+        return [target]
+    return [each for each in TARGETS if framework in (None, framework_of_target(each))]
+
+
+class TargetRules:
+    """What at least one of some targets can run."""
+
+    def __init__(self, each: Sequence[OneTarget]) -> None:
+        self.targets = tuple(one.target for one in each)
+        self._each = each
+        self._name = self.targets[0] if len(each) == 1 else "any target"
+        self._refused: dict[Degrees, str] = {}
+        """Answers about trainers, whatever their micro-batch and recomputation."""
+
+    def keep_modes(self, modes: Sequence[Mode], cut: Counter[str]) -> list[Mode]:
+        """Return the modes that a target can run.
+
+        Raises:
+            RunError: none can run any of them. The error is the first target's rule that the first mode breaks.
+        """
+        errors = [each.judge_modes(modes) for each in self._each]
+        kept = [mode for mode in modes if any(mode in each.modes for each in self._each)]
+        for mode in modes:
+            if mode not in kept:
+                cut[self._reason(errors[0][mode].key)] += 1
+        if modes and not kept:
+            error, name = errors[0][modes[0]], self.targets[0]
+            text = f"plan.target {name!r} can run no plan of this run file: {error}"
+            raise RunError(error.key, error.value, error.allowed, text, ("plan.target",))
+        return kept
+
+    def refuses_trainer(self, trainer: Degrees) -> str:
+        """Return why no target can run a trainer in any mode; "" if one can."""
+        alike = trainer._replace(micro_batch=1, recompute="full")
+        if alike not in self._refused:
+            reasons = (each.refuses_trainer(alike) for each in self._each)
+            self._refused[alike] = self._first_refusal(reasons)
+        return self._refused[alike]
+
+    def refuses_replicas(self, replicas: Replicas) -> str:
+        """Return why no target can run replicas in any mode; "" if one can."""
+        return self._first_refusal(each.refuses_replicas(replicas) for each in self._each)
+
+    def ability(self, trainer: Degrees) -> tuple[bool, bool, bool]:
+        """Return whether a trainer can run in execute with sides apart, in execute with shared GPUs, and in a framework.
+
+        Frameworks are one kind, because most of them share their back ends.
+        """
+        own = [each for each in self._each if each.is_execute]
+        apart, shared = (any(each.has(trainer, shares) for each in own) for shares in (False, True))
+        others = any(each.has(trainer) for each in self._each if not each.is_execute)
+        return apart, shared, others
+
+    def pairs(self, replicas: Sequence[Replicas], trainers: Sequence[Degrees]) -> RunnablePairs:
+        """Return which pairs of two sides a target can run, by mode."""
+        blocks = list(product(_by_size(replicas), _by_size(trainers)))
+        of_each = [_PairsOfTarget(each, replicas, trainers, blocks) for each in self._each]
+        return RunnablePairs(of_each, self._reason)
+
+    def _first_refusal(self, keys: Iterable[str]) -> str:
+        """Return the reason of the first target; "" if one of them has none."""
+        first = ""
+        for key in keys:
+            if not key:
+                return ""
+            first = first or key
+        return self._reason(first) if first else ""
+
+    def _reason(self, key: str) -> str:
+        return f"not run by {self._name}: {key.rstrip(',')}"
+
+
+class RunnablePairs:
+    """Which pairs of some replicas and trainers at least one target can run."""
+
+    def __init__(self, of_each: Sequence[_PairsOfTarget], reason: Callable[[str], str]) -> None:
+        self._of_each, self._reason = of_each, reason
+
+    def open_to(self, mode: Mode, is_open: Mask, cut: Counter[str]) -> Mask:
+        """Return the pairs among `is_open` that a target can run in a mode."""
+        shares = _shares_gpus(mode)
+        found = np.zeros_like(is_open)
+        able = [each.found(shares) for each in self._of_each if mode in each.target.modes]
+        for pairs in able:
+            found |= pairs.mask
+        found &= is_open
+        for key, block in able[0].refused if able else ():
+            cut[self._reason(key)] += int((is_open & ~found)[block].sum())
+        return found
 
 
 class _Size(NamedTuple):
@@ -32,101 +132,158 @@ class _Size(NamedTuple):
     """GPUs of a replica, or of a tensor-parallel group."""
 
 
-class TargetRules:
-    """What a target can run. Each part of a plan is judged beside a plain layout of the rest.
+_Block = tuple[tuple[_Size, list[int]], tuple[_Size, list[int]]]
+"""The replicas and the trainers of one size each, with their indices."""
+
+
+class _Pairs(NamedTuple):
+    """What one target says of all pairs."""
+
+    mask: Mask
+    """The pairs that it can run."""
+    refused: list[tuple[str, tuple[Indices, ...]]]
+    """The pairs of sizes that it cannot run, with the key of the rule."""
+
+
+class _PairsOfTarget:
+    """The pairs that one target can run, with GPUs that both sides share and without."""
+
+    def __init__(
+        self,
+        target: OneTarget,
+        replicas: Sequence[Replicas],
+        trainers: Sequence[Degrees],
+        blocks: Sequence[_Block],
+    ) -> None:
+        self.target = target
+        self._replicas, self._trainers, self._blocks = replicas, trainers, blocks
+        self._found: dict[bool, _Pairs] = {}
+
+    def found(self, shares: bool) -> _Pairs:
+        """Return what the target says of all pairs in a mode, which shares GPUs or does not."""
+        if shares not in self._found:
+            self._found[shares] = self._judge(shares)
+        return self._found[shares]
+
+    def _judge(self, shares: bool) -> _Pairs:
+        target = self.target
+        generate = np.array([not target.of_replicas(each, shares) for each in self._replicas])
+        train = np.array([not target.of_trainer(each, shares) for each in self._trainers])
+        mask: Mask = generate[:, None] & train[None, :]
+        refused = []
+        for (first, rows), (second, columns) in self._blocks:
+            block = np.ix_(rows, columns)
+            if not mask[block].any():
+                continue
+            sides = self._replicas[rows[0]], self._trainers[columns[0]]
+            key = target.of_sizes(first, second, shares)
+            if key or target.is_unplaced(*sides, shares):
+                refused.append((key or "rollout.replicas", block))
+                mask[block] = False
+        return _Pairs(mask, refused)
+
+
+class OneTarget:
+    """What one target can run. Each part of a plan is judged beside a plain layout of the rest.
 
     A plain layout has replicas of one GPU, and a trainer with data parallelism only. Answers are
     kept, because many plans share their parts.
     """
 
     def __init__(self, run: Run, target: TargetName) -> None:
+        self.modes: dict[Mode, None] = {}
+        """The modes that it can run, once they are judged."""
         self._run = run
-        self._target: TargetName = target
-        framework = load_framework(framework_of_target(target))
-        self._zero = min(framework.layouts[0].zero)
-        self._modes: dict[bool, Mode] = {}
+        self.target: TargetName = target
+        self._framework = load_framework(framework_of_target(target))
+        self._zero = min(self._framework.layouts[0].zero)
+        self._first: dict[bool, Mode] = {}
         """The first mode with sides that share GPUs, and the first with sides that do not."""
         self._known: dict[tuple[Replicas | Degrees, bool], str] = {}
-        """Answers about each layout of a side, and whether the sides share GPUs."""
+        """Keys of broken rules of each layout of a side, by whether the sides share GPUs."""
+        self._lacking: dict[Degrees, str] = {}
+        """The key that no training back end of a framework has, of each layout of a trainer."""
         self._of_pairs: dict[tuple[tuple[str, int], tuple[str, int]], str] = {}
-        """Answers about sizes of two sides that do not share GPUs."""
+        """Keys of broken rules of sizes of two sides that do not share GPUs."""
 
-    def keep_modes(self, modes: Iterable[Mode], cut: Counter[str]) -> list[Mode]:
-        """Return the modes that the target can run.
-
-        Raises:
-            RunError: it can run none of them. The error is the rule that the first mode breaks.
-        """
-        errors: list[RunError] = []
-        kept = []
+    def judge_modes(self, modes: Iterable[Mode]) -> dict[Mode, RunError]:
+        """Find the modes that it can run, and return the rule that each other one breaks."""
+        errors: dict[Mode, RunError] = {}
         pool = self._run.trainer.pool
         for mode in modes:
             error = self._error(self._plain_replicas(pool, 1), self._plain_trainer(pool, 1), mode)
             if error is None:
-                kept.append(mode)
-                self._modes.setdefault(_shares_gpus(mode), mode)
+                self.modes[mode] = None
+                self._first.setdefault(_shares_gpus(mode), mode)
             else:
-                errors.append(error)
-                cut[self._reason(error)] += 1
-        if not kept and errors:
-            error = errors[0]
-            text = f"plan.target {self._target!r} can run no plan of this run file: {error}"
-            raise RunError(error.key, error.value, error.allowed, text, ("plan.target",))
-        return kept
+                errors[mode] = error
+        return errors
+
+    @property
+    def is_execute(self) -> bool:
+        """Whether the target is `streamrl execute`."""
+        return self.target == "execute"
+
+    def has(self, trainer: Degrees, shares: bool = False) -> bool:
+        """Whether it has a back end for a trainer. For a framework this is the same with shared GPUs, and quick to know."""
+        if self.is_execute:
+            return shares in self._first and not self.of_trainer(trainer, shares)
+        return bool(self._first) and not self._lacks_layout(trainer)
 
     def refuses_trainer(self, trainer: Degrees) -> str:
-        """Return why the target can run a trainer in none of the modes; "" if it can."""
-        reasons = [self._of_trainer(trainer, shares) for shares in self._modes]
-        return "" if "" in reasons else reasons[0]
+        """Return the key of the rule that keeps a trainer from all modes; "" if it can run in one."""
+        return self._refusal(self.of_trainer(trainer, shares) for shares in self._first)
 
     def refuses_replicas(self, replicas: Replicas) -> str:
-        """Return why the target can run replicas in none of the modes; "" if it can."""
-        reasons = [self._of_replicas(replicas, shares) for shares in self._modes]
-        return "" if "" in reasons else reasons[0]
+        """Return the key of the rule that keeps replicas from all modes; "" if they can run in one."""
+        return self._refusal(self.of_replicas(replicas, shares) for shares in self._first)
 
-    def open_pairs(
-        self,
-        mode: Mode,
-        replicas: Sequence[Replicas],
-        trainers: Sequence[Degrees],
-        is_open: Mask,
-        cut: Counter[str],
-    ) -> Mask:
-        """Return the pairs among `is_open` that the target can run in a mode."""
-        shares = _shares_gpus(mode)
-        generate = np.array([not self._of_replicas(each, shares) for each in replicas])
-        train = np.array([not self._of_trainer(each, shares) for each in trainers])
-        found: Mask = is_open & generate[:, None] & train[None, :]
-        for (first, rows), (second, columns) in product(_by_size(replicas), _by_size(trainers)):
-            reason = self._of_sizes(first, second, shares)
-            if reason or self._is_unplaced(replicas[rows[0]], trainers[columns[0]], shares):
-                reason = reason or f"not run by {self._target}: rollout.replicas"
-                block = np.ix_(rows, columns)
-                cut[reason] += int(found[block].sum())
-                found[block] = False
-        return found
+    def _refusal(self, keys: Iterable[str]) -> str:
+        first = ""
+        for key in keys:
+            if not key:
+                return ""
+            first = first or key
+        return first or "policies.system"
 
-    def _of_trainer(self, trainer: Degrees, shares: bool) -> str:
-        """Return why a trainer cannot run beside plain replicas on as many GPUs."""
+    def of_trainer(self, trainer: Degrees, shares: bool) -> str:
+        """Return the key of the rule that a trainer breaks beside plain replicas on as many GPUs; "" if none."""
         alike = trainer._replace(micro_batch=1, recompute="full")
-        if self._target != "execute":
+        if self.target != "execute":
             alike = trainer.layout._replace(offload=trainer.offload)
         if (alike, shares) not in self._known:
+            key = self._lacks_layout(alike)
             plain = self._plain_replicas(trainer.pool, trainer.num_gpus)
-            self._known[alike, shares] = self._judge(plain, alike, shares)
+            self._known[alike, shares] = key or self._judge(plain, alike, shares)
         return self._known[alike, shares]
 
-    def _of_replicas(self, replicas: Replicas, shares: bool) -> str:
-        """Return why replicas cannot run beside a plain trainer on as many GPUs as the first kind."""
+    def _lacks_layout(self, trainer: Degrees) -> str:
+        """Return the key that no training back end of a framework has; "" if one has all. This rule is the quickest one.
+
+        What execute can split depends on more than its profile says.
+        """
+        if self.target == "execute":
+            return ""
+        layout = trainer.layout._replace(offload=trainer.offload)
+        if layout not in self._lacking:
+            try:
+                layout_of(self._framework, layout.change(self._run.trainer))
+                self._lacking[layout] = ""
+            except RunError as error:
+                self._lacking[layout] = error.key
+        return self._lacking[layout]
+
+    def of_replicas(self, replicas: Replicas, shares: bool) -> str:
+        """Return the key of the rule that replicas break beside a plain trainer on as many GPUs as the first kind; "" if none."""
         alike, first = replicas.layout, replicas.kinds[0]
         if (alike, shares) not in self._known:
             plain = self._plain_trainer(first.pool, first.num_gpus)
             self._known[alike, shares] = self._judge(replicas, plain, shares)
         return self._known[alike, shares]
 
-    def _of_sizes(self, generate: _Size, train: _Size, shares: bool) -> str:
-        """Return why two sides of these sizes cannot run beside each other."""
-        if shares or self._target == "execute":
+    def of_sizes(self, generate: _Size, train: _Size, shares: bool) -> str:
+        """Return the key of the rule that two sides of these sizes break beside each other; "" if none."""
+        if shares or self.target == "execute":
             return ""
         key = (generate[:2], train[:2])
         if key not in self._of_pairs:
@@ -134,9 +291,9 @@ class TargetRules:
             self._of_pairs[key] = self._judge(*plain, shares)
         return self._of_pairs[key]
 
-    def _is_unplaced(self, replicas: Replicas, trainer: Degrees, shares: bool) -> bool:
+    def is_unplaced(self, replicas: Replicas, trainer: Degrees, shares: bool) -> bool:
         """Whether the framework has no placement for the GPUs of both sides."""
-        own, framework = self._run, framework_of_target(self._target)
+        own, framework = self._run, framework_of_target(self.target)
         return any(
             why_not_placed(
                 name,
@@ -150,21 +307,18 @@ class TargetRules:
         )
 
     def _judge(self, replicas: Replicas, trainer: Degrees, shares: bool) -> str:
-        mode = self._modes.get(shares)
+        mode = self._first.get(shares)
         error = None if mode is None else self._error(replicas, trainer, mode)
-        return "" if error is None else self._reason(error)
+        return "" if error is None else error.key
 
     def _error(self, replicas: Replicas, trainer: Degrees, mode: Mode) -> RunError | None:
         own = self._run
         sides = {"rollout": replicas.change(own.rollout), "trainer": trainer.change(own.trainer)}
         try:
-            check_target(for_target(mode.apply(replace(own, **sides)), self._target), self._target)
+            check_target(for_target(mode.apply(replace(own, **sides)), self.target), self.target)
         except RunError as error:
             return error
         return None
-
-    def _reason(self, error: RunError) -> str:
-        return f"not run by {self._target}: {error.key.rstrip(',')}"
 
     def _plain_replicas(self, pool: str, num_gpus: int) -> Replicas:
         return Replicas(pool, num_gpus, 1, 1, self._run.rollout.max_running)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 from streamrl.export.option_table import ExportName
-from streamrl.report.words import money, time_in_words
 from streamrl.runfile.formatting import listing
 from streamrl.sim.planner.plan import Plan
 from streamrl.targets.verdicts import Verdict
@@ -39,24 +38,33 @@ def placeholders_text(command: str) -> str:
 
 
 def runners_text(plan: Plan) -> str:
-    """Return what can run a plan; if nothing can, the option that the rule chooses among those that something can run."""
+    """Return what can run a plan; if nothing can, what could run another option."""
     if able := _able(plan.carried_by):
         return f"It can be run by {able}."
-    if plan.best_to_run is None:
-        others = [each for each in plan.options if any(of.can_run for of in each.carried_by)]
-        if not others:
-            return "Nothing here can run this plan, or another option, as it is."
-        return (
-            "Nothing here can run this plan, or another option that your file allows, as it is. "
-            f"Your file excludes option {others[0].number}: {_able(others[0].carried_by)} could run it."
-        )
-    best = plan.options[plan.best_to_run - 1]
-    whole = best.whole_run
-    cost = f"{money(whole.dollars)} and " if whole.dollars else ""
-    return (
-        "Nothing here can run this plan as it is. The best option that something can run is "
-        f"option {best.number}, with {cost}{time_in_words(whole.wall_time)}: {_able(best.carried_by)} can run it."
-    )
+    others = [each for each in plan.options if _able(each.carried_by)]
+    if plan.taken != 1 and others and others[0].number == 1:
+        return f"Nothing here can run option {plan.taken}, which was taken. Option 1 can be run by {_able(others[0].carried_by)}."
+    none = "Nothing here can run a plan that your file allows, as it is."
+    if not others:
+        return none
+    return f"{none} Your file excludes option {others[0].number}: {_able(others[0].carried_by)} could run it."
+
+
+def just_dearer_text(plan: Plan) -> str:
+    """Return which option is much faster and costs just too much: "11 % dearer and 1.8 times as fast: option 2"; "" if none is."""
+    if plan.just_dearer is None:
+        return ""
+    option = plan.options[plan.just_dearer - 1]
+    return f"{option.relation.replace(', ', ' and ')}: option {option.number}"
+
+
+def hindrances_text(verdicts: Sequence[Verdict]) -> str:
+    """Return the first setting that keeps each target from running a plan: "execute (trainer.zero=1)"; "" if all can run it."""
+    broken: dict[str, list[str]] = {}
+    for each in verdicts:
+        if not each.can_run:
+            broken.setdefault(each.broken, []).append(each.name)
+    return "; ".join(f"{', '.join(names)} ({setting})" for setting, names in broken.items())
 
 
 def _able(verdicts: Sequence[Verdict]) -> str:
@@ -70,13 +78,8 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     able = [_title(each) for each in verdicts if each.can_run]
     if able:
         yield f"can be run by: {', '.join(able)}"
-    broken: dict[str, list[str]] = {}
-    for each in verdicts:
-        if not each.can_run:
-            broken.setdefault(each.broken, []).append(each.name)
-    if broken:
-        reasons = (f"{', '.join(names)} ({setting})" for setting, names in broken.items())
-        yield f"not by: {'; '.join(reasons)}"
+    if broken := hindrances_text(verdicts):
+        yield f"not by: {broken}"
 
 
 def option_lines(plan: Plan) -> Iterator[str]:
@@ -99,16 +102,16 @@ def next_lines(plan: Plan, plan_file: Path) -> Iterator[str]:
     if own := _without_script(plan):
         yield f"next: set the options of {own} as {plan_file} has them; no launch script is written for {own}"
     if not any(each.can_run for each in plan.carried_by):
-        ways = [f"add {_searches(plan)} to search only plans that it can run"]
-        if (best := plan.best_to_run) is not None:
-            ways.insert(0, f"add --take {best} to the command to write option {best}")
-        yield from (f"{'or:  ' if place else 'next:'} {way}" for place, way in enumerate(ways))
+        yield f"next: {_way_to_run(plan)}"
 
 
-def _searches(plan: Plan) -> str:
-    """Return the options that search plans for a target, without targets that run no episodes of several turns."""
+def _way_to_run(plan: Plan) -> str:
+    """Return how to get a plan that something can run. Targets that run no episodes of several turns are not named."""
+    if plan.taken != 1 and _able(plan.options[0].carried_by):
+        return f"leave out --take {plan.taken} to write option 1, which something can run"
     without = {each.name for each in plan.carried_by if each.key == "environment"}
-    return " or ".join(f"--for {name}" for name in ("execute", "verl") if name not in without)
+    names = (f"--for {name}" for name in ("execute", "verl") if name not in without)
+    return f"add {' or '.join(names)}: it names the setting of your file that excludes every plan"
 
 
 def start_commands(plan: Plan, plan_file: Path) -> Iterator[str]:

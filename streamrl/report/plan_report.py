@@ -17,7 +17,7 @@ from rich.text import Text
 
 from streamrl.record.band import ends_of, mixed_basis
 from streamrl.record.uncertainty import unshared_error
-from streamrl.report.next_steps import differing, runners_text
+from streamrl.report.next_steps import differing, hindrances_text, just_dearer_text, runners_text
 from streamrl.report.run_tables import basis_of, dollars_text, fact_lines, headline, time_text
 from streamrl.report.words import EXPLAINED, NBSP, SYSTEMS, gpu_word, rent_text, sides_of_plan
 from streamrl.runfile.formatting import (
@@ -37,6 +37,7 @@ from streamrl.sim.planner.plan import (
     Change,
     Choice,
     Crowding,
+    OptionLabel,
     PartialNode,
     Plan,
     PlannedDisaggregation,
@@ -97,6 +98,7 @@ TERMS = {
     "delta sync": "only changed weights are sent to the replicas",
 }
 """Meanings of the terms that the line of a plan may have, by their pattern."""
+RUN_BY_NOTHING: OptionLabel = "nothing runs this today"
 NO_CHANGE = 0.0005
 """Smallest relative effect of a what-if that is shown as a number."""
 
@@ -110,6 +112,7 @@ def plan_report(plan: Plan, *, intervals: bool = False, details: bool = False) -
         details: whether to show all facts, the runners-up, the what-ifs and what was left out as well.
     """
     parts: list[RenderableType] = [Text(decision_text(plan), style="bold")]
+    parts += [_indented(dearer)] if (dearer := just_dearer_text(plan)) else []
     parts += [_indented(runners_text(plan).replace(NBSP, " "))] if plan.carried_by else []
     parts += [_indented(line) for line in total_lines(plan, intervals=intervals)]
     if not plan.options:
@@ -204,6 +207,7 @@ def terms_text(texts: Iterable[str], known: Collection[str] = ()) -> str:
 
 def head_lines(plan: Plan, *, intervals: bool = False) -> Iterator[str]:
     """Yield all lines on the choice: its figures, its reasons and its facts."""
+    yield from filter(None, [just_dearer_text(plan)])
     yield from total_lines(plan, intervals=intervals)
     yield plan.allocation.text
     yield from (f"  {line}" for line in why_lines(plan))
@@ -533,6 +537,9 @@ def not_offered_text(plan: Plan, option: PlanOption) -> str:
     """Return why an option is not offered, such as pools that are rented by the node; empty if it is offered."""
     if option.is_offered:
         return ""
+    if _is_run_by_nothing(option) and any(each.can_run for each in plan.options[0].carried_by):
+        begin = "not run by" if RUN_BY_NOTHING in option.labels else f"{RUN_BY_NOTHING}:"
+        return f"{begin} {hindrances_text(option.carried_by)}"
     choice = option.choice
     sides = (choice.rollout, choice.rollout.beside, choice.trainer, choice.verifier)
     used = {side.pool for side in sides if side is not None}
@@ -540,6 +547,10 @@ def not_offered_text(plan: Plan, option: PlanOption) -> str:
     if "on parts of a node" in option.labels and whole:
         return f"not offered: {listing(whole)} are rented by the node here"
     return "not offered: see the keys of [plan] and its pools"
+
+
+def _is_run_by_nothing(option: PlanOption) -> bool:
+    return bool(option.carried_by) and not any(each.can_run for each in option.carried_by)
 
 
 def _with_whole_figures(table: Table) -> Table:

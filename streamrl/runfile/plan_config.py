@@ -55,7 +55,8 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     target: TargetName | None = None
     """What is to run the plan: `streamrl execute`, or a framework. Only plans that it can run are
     searched. It also sets `framework.name` where that is absent: its own name, or streamrl for
-    execute.
+    execute. Where this key is absent, plans that `framework.name` can run are searched; without
+    both keys, plans that any target can run.
     """
     rollout_pools: list[str] | None = None
     """Pools that may generate; all where absent."""
@@ -104,7 +105,7 @@ class PlanConfig(Section, frozen=True, kw_only=True):
     micro_batch: list[int] | None = None
     """1, 2, 4 and 8 where absent."""
     zero: list[Literal[0, 1, 2, 3]] | None = None
-    """1 where absent, and 3 without pipeline stages; with `target`, all that it has."""
+    """Where absent, all stages of what may run the plan; 3 only without pipeline stages."""
     recompute: list[Recompute] | None = None
     """What a backward pass may make again: none, selective and full where absent. The least that fits is taken."""
     max_running: list[int] | None = None

@@ -12,6 +12,7 @@ from streamrl.record.uncertainty import MOST_UNMEASURED
 from streamrl.record.whole_run import WholeRun
 from streamrl.report.next_steps import (
     differing,
+    just_dearer_text,
     placeholders_text,
     runners_text,
     start_commands,
@@ -64,6 +65,8 @@ def lead_of(made: PlanMade) -> str:
     chosen += in_plain_words(f" It keeps {listing(kept)}.") if kept else ""
     at_worst = in_plain_words(plan.at_worst)
     chosen += f" {at_worst[0].upper()}{at_worst[1:]}." if at_worst else ""
+    dearer = just_dearer_text(plan)
+    chosen += f" {dearer[0].upper()}{dearer[1:]}." if dearer else ""
     chosen += f" {runners_text(plan)}" if plan.carried_by else ""
     return f"{duties_text(plan.allocation)}.{chosen}"
 
@@ -174,7 +177,7 @@ def _steps(made: PlanMade, option: Option) -> Iterator[NextStep]:
         told = "; ".join(_hindrances(made.plan.carried_by))
         why = f" The reasons: {told}." if told else ""
         yield NextStep(
-            text=f"No framework here can run this plan as it is. Plan again for the one that you use, such as verl.{why}",
+            text=f"Nothing here can run this plan as it is.{why} Plan again for what you use, such as verl: if your file excludes every plan that it can run, the error names the setting.",
             command=plan_command(made, ["--for", "verl"], "verl"),
         )
     yield from _measuring(made, option)
