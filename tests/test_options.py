@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace as replace_fields
 from itertools import combinations
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -103,6 +103,42 @@ def _check_that_runners_up_are_grouped(plan: Plan) -> None:
 
 def _group(option: PlanOption) -> object:
     return group_of(candidate_of(option.choice.settings)) if option.is_offered else None
+
+
+# What costs just too much, and what nothing runs ----------------------------------------------------
+
+
+class Ratios:
+    """Compares plans by stated ratios of dollars and seconds to the first, which is the cheapest and the chosen one."""
+
+    cheapest = 0
+
+    def __init__(self, *ratios: tuple[float, float]) -> None:
+        self._ratios = ratios
+
+    def ratios(self, index: int, other: int) -> tuple[float, float]:
+        assert other == 0
+        return self._ratios[index]
+
+    def is_tolerable(self, index: int) -> bool:
+        return self._ratios[index][0] <= 1.1
+
+
+def test_a_plan_just_above_the_tolerance_counts_if_it_is_one_and_a_half_times_as_fast() -> None:
+    race = Ratios((1.0, 1.0), (1.08, 0.5), (1.11, 0.7), (1.11, 0.66), (1.19, 0.5), (1.21, 0.4))
+    search = Search.open(few(SMALL))
+    options = Options(search, cast("Race", race), 0)
+    assert options._just_dearer(range(6)) == [4, 3]
+    without = Search.open(few(SMALL, tolerance=0.0))
+    assert Options(without, cast("Race", race), 0)._just_dearer(range(6)) == []
+
+
+def test_a_better_plan_that_nothing_runs_is_an_option_and_never_recommended() -> None:
+    plan = planned(few(SMALL | SEVERAL | {"cluster.pools.h20.price": 0.9})).plan
+    assert any(each.can_run for each in plan.carried_by)
+    (other,) = (each for each in plan.options if "nothing runs this today" in each.labels)
+    assert not other.is_offered and not any(each.can_run for each in other.carried_by)
+    assert other.cost_ratio is not None and min(other.cost_ratio, other.time_ratio) < 1 - ALIKE
 
 
 # The user's own file ------------------------------------------------------------------------------
