@@ -151,7 +151,8 @@ def _head(path: Path, key: str, comment: re.Pattern[str]) -> str | None:
 
 def _names(text: str, repository: str) -> bool:
     before = r"(?:(?<=github\.com/)|(?<![\w/-]))"
-    return re.search(rf"{before}{re.escape(repository)}(?![\w-])", text) is not None
+    named = rf"{before}{re.escape(repository)}(?![\w-])"
+    return repository in text and re.search(named, text) is not None
 
 
 def repositories_of(path: Path) -> set[str]:
