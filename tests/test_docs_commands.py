@@ -15,7 +15,9 @@ from tests.command_line import streamrl
 from tests.doc_pages import ALL, DOCS, ROOT, commands
 
 START = DOCS / "start-here.md"
-SMALL = ["--set", "algorithm.prompts_per_step=16"]
+SMALL = ["--set", "algorithm.prompts_per_step=8", "--set", "simulate.max_steps=6"]
+"""For commands that simulate: whether they work does not depend on how much they simulate."""
+SIMULATING = {"simulate", "doctor"}
 
 
 def parse(words: list[str]) -> None:
@@ -66,7 +68,7 @@ def test_the_quick_commands_of_the_first_page_work_in_an_empty_folder(
     shown = [words for words in commands(START) if slow.isdisjoint(words)]
     quick = [words for words in shown if words[0] in {"examples", "simulate", "explain"}]
     for words in quick:
-        done = streamrl(*words, *(SMALL if words[0] == "simulate" else []))
+        done = streamrl(*words, *(SMALL if words[0] in SIMULATING else []))
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/first/trace.jsonl").exists()
     assert (tmp_path / "examples/make_quickstart.py").exists()
@@ -98,6 +100,7 @@ def test_a_command_of_a_page_that_needs_nothing_before_it_works(
     monkeypatch.chdir(tmp_path)
     if not line.startswith("examples"):
         (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = streamrl(*shlex.split(line), *(SMALL if line.startswith("simulate") else []))
+    words = shlex.split(line)
+    done = streamrl(*words, *(SMALL if words[0] in SIMULATING else []))
     assert done.returncode == (2 if line in REFUSED else 0), done.stderr
     assert REFUSED.get(line, "") in done.stderr
