@@ -142,21 +142,7 @@ def test_a_driver_that_was_killed_resumes_and_is_not_killed_again(tmp_path: Path
 # What is noticed ----------------------------------------------------------------------------------
 
 
-class Speaker:
-    """A role that, asked to, sends its controller what is no message; and one that fails and says so."""
-
-    def __init__(self, config: dict[str, int]) -> None:
-        pass
-
-    async def babble(self) -> None:
-        os.write(int(sys.argv[2]), b"\xc1" * 64)
-        await asyncio.sleep(3600)
-
-    async def fail(self) -> None:
-        raise LookupError("nothing there")
-
-
-SPEAKER = "tests.test_faults_executed:Speaker"
+SPEAKER = "tests.small_roles:Speaker"
 
 
 def test_a_process_that_sends_what_is_no_message_is_lost_at_once(tmp_path: Path) -> None:

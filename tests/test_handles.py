@@ -7,12 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import pytest
 
 from streamrl.executor.launchers import handles, processes
@@ -24,70 +22,17 @@ from streamrl.executor.launchers.handles import (
     remote,
 )
 from streamrl.executor.launchers.processes import Begin, fork, spawn
-from streamrl.executor.roles import AnswerError, RoleLostError, reason_of
+from streamrl.executor.roles import AnswerError, reason_of
+from tests.small_roles import Point
 from tests.verifying import wait_until_gone
 
-MODULE = "tests.test_handles"
-ROLE = f"{MODULE}:Counter"
+ROLE = "tests.small_roles:Counter"
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nurseries import nothing that takes seconds."""
-    monkeypatch.setattr(processes, "COMMON", (MODULE,))
-
-
-class CounterConfig(msgspec.Struct, frozen=True):
-    """Where counting begins."""
-
-    first: int
-
-
-class Point(msgspec.Struct, frozen=True):
-    """Something with a type, to cross the wire."""
-
-    x: int
-    y: float
-
-
-class Counter:
-    """A role that counts, and remembers the order of its calls."""
-
-    def __init__(self, config: CounterConfig) -> None:
-        self._next = config.first
-        self._began: list[int] = []
-
-    async def count(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-    async def move(self, point: Point, by: int) -> Point:
-        return Point(point.x + by, point.y)
-
-    async def wait(self, number: int, seconds: float) -> list[int]:
-        self._began.append(number)
-        await asyncio.sleep(seconds)
-        return list(self._began)
-
-    async def block(self) -> None:
-        time.sleep(600)
-
-    async def compute(self) -> None:
-        await asyncio.to_thread(time.sleep, 600)
-
-    async def compute_alone(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            pass
-
-    async def break_down(self) -> None:
-        raise RoleLostError("no GPU is left")
-
-    async def fail(self) -> None:
-        raise KeyError("no such thing")
-
-    async def stop(self) -> None:
-        pass
+    monkeypatch.setattr(processes, "COMMON", ("tests.small_roles",))
 
 
 async def in_process(log: Path) -> Handle:

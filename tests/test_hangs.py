@@ -50,11 +50,10 @@ from streamrl.workload.prompt_records import Record
 from tests.ray_actors import start_actor
 from tests.scripted import BEGIN, REPLICA, ScriptedLauncher, ScriptedVerifier, make_world
 from tests.test_execute import real_run
-from tests.test_handles import Counter, CounterConfig
 from tests.traces import check_every_command_ends_once, check_every_rollout_is_accounted_for
 from tests.verifying import wait_until_gone
 
-COUNTER = "tests.test_handles:Counter"
+COUNTER = "tests.small_roles:Counter"
 
 # Processes ----------------------------------------------------------------------------------------
 
@@ -124,14 +123,6 @@ def test_a_process_that_computes_lives_though_it_answers_nobody(tmp_path: Path) 
     asyncio.run(asyncio.wait_for(go(), timeout=60))
 
 
-class SlowStarter(Counter):
-    """Answers nobody for three seconds while it is made, as a process does that imports torch on a busy machine."""
-
-    def __init__(self, config: CounterConfig) -> None:
-        time.sleep(3.0)
-        super().__init__(config)
-
-
 @pytest.mark.parametrize(
     "start",
     [LocalProcess.start, pytest.param(start_actor, marks=pytest.mark.ray)],
@@ -139,7 +130,7 @@ class SlowStarter(Counter):
 )
 def test_a_start_may_take_longer_than_a_silence_later(start: Any, tmp_path: Path) -> None:
     async def go() -> None:
-        path, log = "tests.test_hangs:SlowStarter", tmp_path / "log"
+        path, log = "tests.small_roles:SlowStarter", tmp_path / "log"
         more = {"environment": {}, "begin": BEGIN} if start == LocalProcess.start else {}
         handle = await start(path, {"first": 7}, log, patience=1.0, **more)
         assert await handle.call("count", returns=int) == 7

@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -29,53 +28,11 @@ from streamrl.executor.record import RunDirectory
 from streamrl.runfile.backend_choice import Vllm
 from streamrl.runfile.files import make_run
 from tests.patients import local_table
+from tests.small_roles import NAME, RARE, RARER, Seen
 from tests.verifying import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
-ROLE = "tests.test_prefork_server:Witness"
-NAME = "STREAMRL_TEST_NURSERY"
-RARE, RARER = "tabnanny", "pyclbr"
-"""Modules that nothing else imports."""
-WATCHED = ("torch", RARE, RARER)
-
-
-class Nothing(msgspec.Struct, frozen=True):
-    """What a witness has to know."""
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """What a worker finds."""
-
-    parent: int
-    session: int
-    directory: str
-    variable: str | None
-    descriptors: list[int]
-    had: list[str]
-    """Of `WATCHED`, what was imported before it was made."""
-    umask: int
-
-
-class Witness:
-    """A role that tells where it is."""
-
-    def __init__(self, config: Nothing) -> None:
-        self._had = [name for name in WATCHED if name in sys.modules]
-
-    async def look(self) -> Seen:
-        print("seen", flush=True)
-        return Seen(
-            os.getppid(),
-            os.getsid(0),
-            str(Path.cwd()),
-            os.environ.get(NAME),
-            [int(each.name) for each in Path("/proc/self/fd").iterdir()],
-            self._had,
-            os.umask(0o022),
-        )
-
-    async def stop(self) -> None:
-        pass
+ROLE = "tests.small_roles:Witness"
 
 
 @pytest.fixture
