@@ -157,7 +157,7 @@ test-fsdp2: $(READY)
 	$(BIN)/python -m pytest $(COMPUTING) -m "fsdp2 and not ray"
 
 test-signals: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pytest $(COMPUTING) -m signals tests/test_signals.py tests/test_ports.py
+	$(ENGINES)/bin/python -m pytest $(COMPUTING) -m signals tests/test_signals.py tests/test_ports.py tests/test_end_to_end.py
 
 test-exports: $(EXPORTS)/.ready
 	$(EXPORTS)/bin/python -m pytest -m exports tests/test_export_parsers.py

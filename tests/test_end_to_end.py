@@ -167,15 +167,17 @@ def check_that_earlier_starts_are_told(project: Path) -> None:
 
 
 MAIN = "from streamrl.cli import main; main()"
+IMPATIENT = f"from streamrl.executor import world; world.STOP_TIME = 1.0; {MAIN}"
 HANGING = """
 import sys, time
 from pathlib import Path
-from streamrl.executor import execute as module
+from streamrl.executor import execute as module, world
 from streamrl.executor.execute import execute
 from streamrl.engine.messages import Stepped
 from streamrl.runfile.files import load_run
 
 module.LAST_TIME = 2.0
+world.STOP_TIME = 1.0
 
 run = load_run(Path(sys.argv[1]), sys.argv[2:])
 
@@ -240,7 +242,7 @@ def owner_of(shared: Path) -> int | None:
 
 
 IN_TIME = 40
-"""Seconds: 14 where nothing else runs; tests side by side share the processors with each other."""
+"""Seconds: 9 where nothing else runs; tests side by side share the processors with each other."""
 
 
 @pytest.mark.parametrize("who", ["everybody stopped", "the loop"])
@@ -249,14 +251,14 @@ def test_ctrl_c_ends_a_run_soon_after_its_grace_whatever_hangs(
 ) -> None:
     output = project / who.replace(" ", "-")
     settings = [f"execute.output={output}", "algorithm.steps=10000", "execute.checkpoint_every=1"]
-    settings.append("execute.grace=6 s")
+    settings.append("execute.grace=1 s")
     if who == "the loop":
         until = (output / "hangs").exists
         process, workers = begin(HANGING, project / "run.toml", *settings, until=until)
     else:
         words = [word for setting in settings for word in ("--set", setting)]
         until = partial(has_two_steps, output)
-        process, workers = begin(MAIN, "execute", project / "run.toml", *words, until=until)
+        process, workers = begin(IMPATIENT, "execute", project / "run.toml", *words, until=until)
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
@@ -274,8 +276,8 @@ def test_ctrl_c_ends_a_run_soon_after_its_grace_whatever_hangs(
     ("number", "name"),
     [
         (signal.SIGTERM, "terminated"),
-        (signal.SIGHUP, "the terminal was closed"),
-        (signal.SIGQUIT, "Ctrl-\\"),
+        pytest.param(signal.SIGHUP, "the terminal was closed", marks=pytest.mark.signals),
+        pytest.param(signal.SIGQUIT, "Ctrl-\\", marks=pytest.mark.signals),
     ],
 )
 def test_a_polite_signal_saves_the_last_step_and_leaves_nothing(

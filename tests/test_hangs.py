@@ -39,7 +39,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, replay
 from streamrl.engine.world import RunInterruptedError
-from streamrl.executor.execute import Interruption
+from streamrl.executor.execute import NAMES, Interruption
 from streamrl.executor.launchers.handles import Handle, InProcess, LocalProcess, WorkerLostError
 from streamrl.executor.roles import Scoring
 from streamrl.executor.watchdog import FACTOR, FIRST_FACTOR, TICK, HangingCommand, Watchdog
@@ -320,9 +320,13 @@ def test_a_replica_whose_engine_died_is_replaced_though_its_process_lives(tmp_pa
     assert measure(trace).num_steps == 8
 
 
-def test_ctrl_c_before_a_run_has_begun_ends_it_at_once() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(RunInterruptedError, match="Ctrl-C: nothing was begun"), Interruption():
-        os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize(("number", "name"), NAMES.items())
+def test_a_signal_before_a_run_has_begun_ends_it_at_once(number: signal.Signals, name: str) -> None:
+    before = signal.getsignal(number)
+    with (
+        pytest.raises(RunInterruptedError, match=re.escape(f"{name}: nothing was begun")),
+        Interruption(),
+    ):
+        os.kill(os.getpid(), number)
         time.sleep(5.0)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
