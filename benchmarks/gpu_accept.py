@@ -36,6 +36,12 @@ def check_acceptance(recorder: Recorder, scratch: Path, out: Path, bound: float)
     recorder.check("accept", bound, _accept, scratch, out, bound)
 
 
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of streamrl in a process of its own, which leaves nothing on the GPU."""
+    command = [sys.executable, "-c", COMMAND, *words]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+
+
 def _accept(recorder: Recorder, name: str, scratch: Path, out: Path, bound: float) -> None:
     node = find_node(1)
     run = make_job_run(scratch, JOBS[MODEL], "colocated")
@@ -47,11 +53,10 @@ def _accept(recorder: Recorder, name: str, scratch: Path, out: Path, bound: floa
     minutes = f"{bound / 60 * LEFT_ALONE:.2f}"
     options = ["--minutes", minutes, "--limit", "1000", "--json"]
     options += [word for change in LENGTHS for word in ("--set", change)]
-    command = [sys.executable, "-c", COMMAND, "profile", "accept", str(plan), *options]
-    done = subprocess.run(command, capture_output=True, check=False)
+    done = run_command("profile", "accept", str(plan), *options)
     if done.returncode:
-        raise RuntimeError(done.stderr.decode(errors="replace").strip()[-1000:])
-    (out / "acceptance.json").write_bytes(done.stdout)
+        raise RuntimeError(done.stderr.strip()[-1000:])
+    (out / "acceptance.json").write_text(done.stdout)
     found = msgspec.json.decode(done.stdout, type=Acceptance)
     for row in found.comparisons:
         is_judged = ON_GPU and row.name.startswith("matrix product")

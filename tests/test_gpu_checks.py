@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu_accept import check_acceptance
+from benchmarks import gpu_accept
 from benchmarks.gpu_card import check_tables
 from benchmarks.gpu_checks import PARTS, Place, run_part, run_parts
 from benchmarks.gpu_models import ON_GPU, make_samples, model_directory, vocabulary_of
 from benchmarks.gpu_record import Recorder, read_results, table
 from benchmarks.gpu_rollout import Cell, check_switch, run_gaps
 from benchmarks.gpu_training import REFERENCE, check_memory, check_switched_pass, compute, distance
+from tests.command_line import streamrl
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="sizes are a GPU's: make gpu")
 
@@ -105,9 +107,15 @@ def test_replica_switch_memory_and_tables_run_without_a_gpu(scratch: Path, tmp_p
     assert (tmp_path / "gemm.torch.bfloat16.csv").is_file()
 
 
-def test_the_acceptance_test_of_a_node_runs_without_a_gpu(scratch: Path, tmp_path: Path) -> None:
+def test_the_acceptance_test_of_a_node_runs_without_a_gpu(
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_here(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(words, *streamrl(*words))
+
+    monkeypatch.setattr(gpu_accept, "run_command", run_here)  # torch is imported here already
     recorder = Recorder(tmp_path)
-    check_acceptance(recorder, scratch, tmp_path, 120)
+    gpu_accept.check_acceptance(recorder, scratch, tmp_path, 120)
     results = read_results(tmp_path)
     assert not [one for one in results if one.ok is False]
     assert any(one.name.startswith("accept: matrix product in float32") for one in results)
