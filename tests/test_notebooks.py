@@ -16,9 +16,9 @@ from streamrl.runfile.files import load_run, write_run
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 EXAMPLES = NOTEBOOKS[0].parent.parent / "examples"
 SHORT = {
-    "02_bubbles": ["algorithm.prompts_per_step=32", "simulate.max_steps=6"],
+    "02_bubbles": ["algorithm.prompts_per_step=8", "simulate.max_steps=6"],
     "03_plan_a_cluster": [
-        *("algorithm.prompts_per_step=64", "simulate.max_steps=6", "plan.finalists=1"),
+        *("algorithm.prompts_per_step=16", "simulate.max_steps=4", "plan.finalists=1"),
         *("plan.rollout_tensor_parallel=[1]", "plan.trainer_tensor_parallel=[4]"),
         *("plan.micro_batch=[2]", "plan.sync_modes=['full']"),
         *("cluster.pools.h20.nodes=2", "cluster.pools.h800.nodes=2", "plan.seeds=1"),
