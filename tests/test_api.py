@@ -119,6 +119,15 @@ def test_a_number_of_seeds_is_a_whole_number() -> None:
         api.sweep(run, {"rollout.replicas": [4]}, seeds="3")  # type: ignore[arg-type]  # a wrong type
 
 
+def test_each_size_of_an_operator_is_a_number_and_named_by_itself() -> None:
+    found = api.operator_efficiency("h20", "gemm", [16, 128], n=37888.0, k=3584)
+    assert found.places == [16, 128]
+    with pytest.raises(
+        TypeError, match=r"operator_efficiency: k must be a number, got .* type str"
+    ):
+        api.operator_efficiency("h20", "gemm", [16], n=37888.0, k="3584")  # type: ignore[arg-type]  # a wrong type
+
+
 def test_a_cluster_file_is_named_by_a_path_or_its_text() -> None:
     path = Path(RUN_FILE).parent / "clusters" / "two-jobs.toml"
     assert api.load_jobs(str(path)) == api.load_jobs(path)

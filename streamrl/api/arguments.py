@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import wraps
-from inspect import isfunction, signature
+from inspect import BoundArguments, Parameter, isfunction, signature
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -126,14 +126,24 @@ def _checking(name: str, function: Callable[..., Any], wanted: dict[str, Wanted]
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        for key, value in own.bind_partial(*arguments, **named).arguments.items():
-            may_be_absent = value is None and str(own.parameters[key].annotation).endswith(NONE)
+        for key, parameter, value in _each_value(own.bind_partial(*arguments, **named)):
+            may_be_absent = value is None and str(parameter.annotation).endswith(NONE)
             if (
-                key in wanted
+                parameter.name in wanted
                 and not may_be_absent
-                and (error := wanted[key].find_error(value)) is not None
+                and (error := wanted[parameter.name].find_error(value)) is not None
             ):
                 raise TypeError(f"{name}: {key} {error}")
         return function(*arguments, **named)
 
     return call
+
+
+def _each_value(bound: BoundArguments) -> Iterator[tuple[str, Parameter, Any]]:
+    """Yield each argument with its name and parameter; those that `**shape` takes have one parameter."""
+    for key, value in bound.arguments.items():
+        parameter = bound.signature.parameters[key]
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            yield from ((name, parameter, each) for name, each in value.items())
+        else:
+            yield key, parameter, value
