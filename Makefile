@@ -71,6 +71,8 @@ VENV := .venv
 PIP_INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
+# The workers of the tests start at once. Each would compile these again.
+COMPILED_ONCE := reasoning_gym, transformers.modeling_utils, transformers.models.auto.modeling_auto, torch._dynamo, pandas, matplotlib.pyplot, datasets, hypothesis, peft, math_verify, sklearn.linear_model, pytest
 READY := $(VENV)/.ready
 ENGINES := build/engines
 TRL := build/trl
@@ -313,7 +315,7 @@ else
 	$(BIN)/python -m $(PIP_INSTALL) $(TORCH)
 	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint $(VENV)/versions.txt
 endif
-	$(BIN)/python -W ignore -c "import reasoning_gym"  # compile it once: its packages print warnings then
+	$(BIN)/python -W ignore -c "import $(COMPILED_ONCE)"  # some packages print warnings when they are compiled
 	touch $@
 
 # pip 25.1 is the first that installs dependency groups.
