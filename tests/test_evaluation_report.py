@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from streamrl.record.evaluation import EVALUATED, EVALUATIONS, final_scores, read_evaluations
-from streamrl.report.evaluation_table import sources_table
+from streamrl.record.evaluation import (
+    EVALUATED,
+    EVALUATIONS,
+    EvaluationResult,
+    FinalScores,
+    difference,
+    final_scores,
+    read_evaluations,
+    scores_of,
+)
+from streamrl.report.evaluation_table import say_final_scores, sources_table
 from streamrl.report.page.page import describe, make_page, read_report, render_html, render_markdown
 from streamrl.report.pictures.drawing import Dot, Polyline
 from streamrl.report.pictures.step_curves import Curve, curves_picture
@@ -134,3 +144,19 @@ def test_scores_of_other_prompts_or_of_none_are_not_compared(
     (other / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="other has no evaluation"):
         final_scores(evaluated, other, config)
+
+
+def test_a_difference_over_fewer_prompts_than_a_column_says_so() -> None:
+    config = EvaluationConfig(prompts="held-out", samples=2)
+
+    def result(num_prompts: int) -> EvaluationResult:
+        rewards = {number: [float(number % 2)] * 2 for number in range(num_prompts)}
+        facts: dict[str, Any] = {"time": 1.0, "seconds": 1.0, "samples": 2, "confidence": 0.95}
+        facts |= {"mean_tokens": 1.0, "truncated_share": 0.0, "num_prompts": num_prompts}
+        return EvaluationResult(step=0, scores=scores_of(rewards, config), rewards=rewards, **facts)
+
+    def said(a: EvaluationResult, b: EvaluationResult) -> str:
+        return say_final_scores(FinalScores(a, b, difference(a, b, config)))
+
+    assert "A has 20 prompts and B 10, so it is not the difference" in said(result(20), result(10))
+    assert "so it is not the difference" not in said(result(10), result(10))

@@ -70,7 +70,15 @@ def final_score_rows(found: FinalScores) -> Iterator[tuple[str, str, str, str]]:
 def say_final_scores(found: FinalScores) -> str:
     """Return a line about what the rows of `final_score_rows` compare."""
     (num, *_) = [each.num_prompts for each in found.differences.values()] or [0]
+    counts = [each.num_prompts for each in (found.a, found.b)]
+    others = (
+        ""
+        if counts == [num, num]
+        else (
+            f" A has {counts[0]:,} prompts and B {counts[1]:,}, so it is not the difference of the two columns."
+        )
+    )
     return (
         f"Scores on held-out prompts: step {found.a.step:,} of A, step {found.b.step:,} of B. The difference is "
-        f"paired over {num:,} prompts. The intervals do not cover the seed of the training."
+        f"paired over {num:,} prompts.{others} The intervals do not cover the seed of the training."
     )
