@@ -126,6 +126,19 @@ def test_a_peer_that_does_not_answer_is_one_line() -> None:
         measure_link("127.0.0.1", 1, listens=False, backend="gloo", patience=1)
 
 
+@pytest.mark.parametrize("host", ["", "nowhere.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_this_machines_is_refused_at_once(host: str) -> None:
+    with pytest.raises(ValueError, match=f"--host {host} PORT 29517: cannot listen there: "):
+        listen(29517, host)
+
+
+def test_a_port_that_is_taken_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"PORT {port}: cannot listen there: Address already"):
+            listen(port, "127.0.0.1")
+
+
 # Expectations -------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -166,6 +167,7 @@ def listen(
     _check(minutes, 0.0)
     if not 1 <= port <= MOST_PORT:
         raise ValueError(f"PORT must be from 1 to {MOST_PORT}, got {port}")
+    _check_address(host, port)
     need_executor("transformers")
     from streamrl.executor.profiling.peer_link import measure_link
 
@@ -175,6 +177,17 @@ def listen(
     else:
         rate, late = found.bandwidth / 1e9, found.latency * 1e3
         echo(f"{rate:.3g} GB/s and {late:.3g} ms one way, measured with {found.backend}")
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise `ValueError` if this machine cannot listen on an address: torch would wait there without a word."""
+    try:
+        if not host:
+            raise OSError("the address is empty")
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--host {host} PORT {port}: cannot listen there: {reason}") from None
 
 
 def _run_file(plan: Path) -> Path:
