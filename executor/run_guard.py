@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from streamrl.engine.messages import Stepped
+from streamrl.engine.messages import Stepped, TrainerJoined
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
 from streamrl.executor.launchers.placement import usable_cores
@@ -139,6 +139,8 @@ class StageWatch:
 
     def take(self, entry: Entry) -> None:
         """Read an entry of the trace, as it happens."""
+        if isinstance(entry.event, TrainerJoined):  # from now on a step has other stages
+            self._reader, self._block = None, []
         if self._reader is None:
             return
         self._block.append(entry)

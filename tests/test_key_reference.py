@@ -53,8 +53,8 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def named_keys(table: object, key: str = "") -> Iterator[str]:
-    """Yield the dotted names of the plain values in a run file. The names below `fields` are the user's own."""
-    if isinstance(table, dict) and not key.endswith(".fields"):
+    """Yield the dotted names of the plain values in a run file. The names below `fields` and `arguments` are the user's own."""
+    if isinstance(table, dict) and not key.endswith((".fields", ".arguments")):
         for name, value in table.items():
             yield from named_keys(value, f"{key}.{name}" if key else name)
     elif isinstance(table, list) and table and isinstance(table[0], dict):
