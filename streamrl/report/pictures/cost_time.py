@@ -34,6 +34,12 @@ PLACES: tuple[tuple[float, float, Anchor], ...] = (
     (-11, 19, "end"),
     (11, -24, "start"),
     (-11, 34, "end"),
+    (-11, -24, "end"),
+    (11, 34, "start"),
+    (11, -39, "start"),
+    (-11, 49, "end"),
+    (-11, -39, "end"),
+    (11, 49, "start"),
 )
 """Where the name of a point may be: the first place that covers no other name, no line and no edge."""
 LEGEND = (("dot chosen", "recommended"), ("dot on-front", "an option"), ("dot", "another plan"))
