@@ -78,7 +78,9 @@ class Bench:
 def run(scenario: Callable[[Bench], Awaitable[None]], bench: Bench) -> None:
     async def go() -> None:
         try:
-            await asyncio.wait_for(scenario(bench), 150)  # a broadcast may wait for its patience of 60 s
+            await asyncio.wait_for(
+                scenario(bench), 150
+            )  # a broadcast may wait for its patience of 60 s
         finally:
             directories = [place.directory for place in bench.transfer._all_places()]
             await bench.transfer.close()
