@@ -38,6 +38,16 @@ def targets_of(target: TargetName | None, framework: FrameworkName | None) -> li
     return [each for each in TARGETS if framework in (None, framework_of_target(each))]
 
 
+def _first_unless_one_is_empty(keys: Iterable[str], none: str = "") -> str:
+    """Return the first key, or `none` if there are no keys; "" as soon as one is empty."""
+    first = ""
+    for key in keys:
+        if not key:
+            return ""
+        first = first or key
+    return first or none
+
+
 class TargetRules:
     """What at least one of some targets can run."""
 
@@ -95,11 +105,7 @@ class TargetRules:
 
     def _first_refusal(self, keys: Iterable[str]) -> str:
         """Return the reason of the first target; "" if one of them has none."""
-        first = ""
-        for key in keys:
-            if not key:
-                return ""
-            first = first or key
+        first = _first_unless_one_is_empty(keys)
         return self._reason(first) if first else ""
 
     def _reason(self, key: str) -> str:
@@ -239,12 +245,7 @@ class OneTarget:
         return self._refusal(self.of_replicas(replicas, shares) for shares in self._first)
 
     def _refusal(self, keys: Iterable[str]) -> str:
-        first = ""
-        for key in keys:
-            if not key:
-                return ""
-            first = first or key
-        return first or "policies.system"
+        return _first_unless_one_is_empty(keys, "policies.system")
 
     def of_trainer(self, trainer: Degrees, shares: bool) -> str:
         """Return the key of the rule that a trainer breaks beside plain replicas on as many GPUs; "" if none."""
