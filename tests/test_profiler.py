@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ from typer.testing import CliRunner
 
 from streamrl.cli.main import app
 from streamrl.engine.world import RunInterruptedError
-from streamrl.executor.profiling.measurements import Limits, full_plan, longest_prefix, quick_plan
+from streamrl.executor.profiling import profiler
+from streamrl.executor.profiling.measurements import (
+    Limits,
+    Readings,
+    Setup,
+    full_plan,
+    longest_prefix,
+    quick_plan,
+)
 from streamrl.hardware.measured_profile import read_measured
 from streamrl.record.metrics import measure
 from streamrl.sim.world import simulate
@@ -21,6 +30,10 @@ from tests.tiny_model import WIDE_HEADS, save_tiny_reward_model, tiny_model
 LIMITS = ["--max-running", "4", "--max-context", "64", "--max-tokens-per-pass", "128"]
 
 
+def _limits() -> Limits:
+    return Limits(max_running=4, max_context=64, max_tokens_per_pass=128)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
@@ -29,11 +42,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def readings() -> list[Readings]:
+    """Return a list to which the fixture `profile` adds what it measured."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def profile(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, readings: list[Readings]
+) -> Path:
     path = tmp_path_factory.mktemp("profiles") / "tiny.toml"
     judge = save_tiny_reward_model(path.with_name("judge"), ["<pad>", "<eos>", *"0123456789"])
     more = ["--quick", "--reward-model", str(judge), *LIMITS, "-o", str(path)]
-    done = CliRunner().invoke(app, ["profile", str(model), *more])
+
+    def measured(setup: Setup, watch: Callable[[str], None]) -> Readings:
+        readings.append(profiler.measure(setup, watch))
+        return readings[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streamrl.executor.profiling.profile_file.measure", measured)
+        done = CliRunner().invoke(app, ["profile", str(model), *more])
     assert done.exit_code == 0, done.output
     assert str(path) in done.output
     assert f"{read_measured(path).pace:.3f} times as long as at their medians" in done.output
@@ -44,9 +72,7 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     found = read_measured(profile)
     assert {row.running for row in found.decode} == {1, 4}
     assert max(row.context for row in found.decode) <= 64
-    assert {(row.rollouts, row.tokens) for row in found.train} == set(
-        quick_plan(Limits(max_running=4, max_context=64, max_tokens_per_pass=128)).passes
-    )
+    assert {(row.rollouts, row.tokens) for row in found.train} == set(quick_plan(_limits()).passes)
     assert {(row.rollouts, row.tokens) for row in found.reward} == {(1, 15), (4, 15), (1, 63)}
     assert found.reward_model is not None and found.reward_model.name == "judge"
     assert found.push.bytes == found.load.bytes > 4 * found.model.num_parameters
@@ -60,6 +86,16 @@ def test_a_profile_has_every_table_and_says_what_it_was_taken_on(profile: Path) 
     (shared,) = found.sharing
     assert (shared.generating, shared.training) == (1, 1) and shared.train is not None
     assert {"python", "torch", "transformers"} <= set(found.versions)
+
+
+@pytest.mark.usefixtures("profile")
+def test_a_reading_of_the_trainer_is_of_one_call_alone(readings: list[Readings]) -> None:
+    (found,), plan = readings, quick_plan(_limits())
+    for table in (found.train, found.score):
+        assert {point: len(seconds) for point, seconds in table.items()} == dict.fromkeys(
+            plan.passes, plan.repeats
+        )
+    assert len(found.optimizer) == len(found.push) == plan.repeats
 
 
 def test_what_profile_writes_simulate_reads(model: Path, profile: Path) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -225,7 +225,6 @@ class _Bench:
         await self._generate(replica, most, longest - WINDOW, WINDOW)
         await replica.passes()
         await self._train(trainer, *max(self._plan.passes, key=lambda p: p[0] * p[1]))
-        await trainer.seconds()
 
     # The replica ----------------------------------------------------------------------------------
 
@@ -439,8 +438,7 @@ class _Bench:
         samples = self._synthetic.samples(*middle[len(middle) // 2], advantage=1.0)
 
         async def train() -> list[float]:
-            await trainer.train(samples)
-            return await self._seconds(trainer)
+            return await _timed(trainer, trainer.train(samples))
 
         return train
 
@@ -454,15 +452,14 @@ class _Bench:
     async def time_trainer(self, trainer: TimedTrainerRole) -> None:
         """Measure training passes, and calls whose samples need no pass."""
         for rollouts, width in self._plan.passes:
-            await self._train(trainer, rollouts, width)
-            self._readings.train[rollouts, width] += await self._seconds(trainer)
+            training = self._train(trainer, rollouts, width)
+            self._readings.train[rollouts, width] += await _timed(trainer, training)
             self._watch("train")
         for rollouts, width in self._plan.calls:
             samples = self._synthetic.samples(rollouts, width, advantage=0.0)
             began_at = time.perf_counter()
             await trainer.train(samples)
             self._readings.call[rollouts * width].append(time.perf_counter() - began_at)
-            await self._seconds(trainer)
             self._watch("call")
 
     async def _time_switches(self, replica: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
@@ -487,14 +484,12 @@ class _Bench:
         In a run the trainer is idle while the last rollouts of a step are generated, so its caches are cold.
         """
         await self._train(trainer, *self._plan.passes[0])
-        await self._seconds(trainer)
         self._version += 1
-        await trainer.step(self._version)
-        self._readings.optimizer += await self._seconds(trainer)
+        self._readings.optimizer += await _timed(trainer, trainer.step(self._version))
         directory = SharedDirectory("profile")
         try:
             pushed = await trainer.push(self._version, str(directory.path))
-            self._readings.push += await self._seconds(trainer)
+            self._readings.push += await trainer.seconds()
             self._readings.pushed_bytes = pushed.num_bytes
             loaded = pushed
             if self._has_adapters:
@@ -514,12 +509,15 @@ class _Bench:
         """Measure forward passes of the trainer that compute log-probabilities."""
         for rollouts, width in self._plan.passes:
             samples = self._synthetic.samples(rollouts, width, advantage=1.0)
-            await scorer.score(samples)
-            self._readings.score[rollouts, width] += await self._seconds(scorer)
+            self._readings.score[rollouts, width] += await _timed(scorer, scorer.score(samples))
             self._watch("score")
 
     async def _train(self, trainer: TimedTrainerRole, rollouts: int, width: int) -> None:
         await trainer.train(self._synthetic.samples(rollouts, width, advantage=1.0))
 
-    async def _seconds(self, trainer: TimedTrainerRole) -> list[float]:
-        return await trainer.seconds()
+
+async def _timed(trainer: TimedTrainerRole, call: Awaitable[object]) -> list[float]:
+    """Make a call to a trainer and return its seconds alone, without those of earlier calls."""
+    await trainer.seconds()
+    await call
+    return await trainer.seconds()
