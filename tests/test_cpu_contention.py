@@ -162,9 +162,9 @@ def test_an_environment_is_one_thread_more_and_roles_lose_to_it() -> None:
 def test_losses_to_environments_are_found_beside_roles_with_the_cores_that_they_took(
     acting: float, cores: int
 ) -> None:
-    losses = LOSSES._replace(
-        generating_by_acting=0.3, training_by_acting=0.5, acting_in_turns=0.8 if cores == 2 else 0.0
-    )
+    losses = LOSSES._replace(generating_by_acting=0.3, training_by_acting=0.5)
+    if cores == 2:  # of 16 cores nobody waits
+        losses = losses._replace(acting_in_turns=0.8, generating_after_acting=0.9)
     made, host = CoreSharing(cores, losses=losses), with_fields(TWO_CORES, cores=cores)
     rows = companies(losses, {}, cores)
     for training in (0, 1):
@@ -178,6 +178,7 @@ def test_losses_to_environments_are_found_beside_roles_with_the_cores_that_they_
     assert found.losses.generating_by_acting == pytest.approx(0.3)
     assert found.losses.training_by_acting == pytest.approx(0.5)
     assert found.losses.acting_in_turns == pytest.approx(losses.acting_in_turns)
+    assert found.losses.generating_after_acting == pytest.approx(losses.generating_after_acting)
     without = CoreSharing.of(companies(losses, {}, cores), host)
     assert without is not None and without.losses.generating_by_acting == 0.0
     assert without.speeds(1, 1) == pytest.approx(found.speeds(1, 1)), "single turns are as before"
@@ -199,6 +200,17 @@ def test_who_waits_for_its_turn_loses_by_how_long_it_waited() -> None:
     assert lossy.speeds(1, 1) == ALONE
     assert lossy.speeds(3, 1)["generating"] == pytest.approx(0.5 / (1 + 0.5 * 0.4))
     assert lossy.speeds(3, 1)["training"] == pytest.approx(0.5 / (1 + 0.5 * 0.6))
+
+
+def test_a_replica_that_waits_loses_more_to_environments_than_to_other_roles() -> None:
+    losses = CoreLosses(generating_in_turns=0.4, generating_after_acting=0.9)
+    lossy = CoreSharing(2.0, losses=losses)
+    waits = 1 / 3  # of its time, in two companies of three threads
+    assert lossy.speeds(3, 0)["generating"] == pytest.approx(2 / 3 / (1 + waits * 0.4))
+    mixed = waits / 2 * 0.4 + waits / 2 * 0.9
+    assert lossy.speeds(1, 1, 0, 1)["generating"] == pytest.approx(2 / 3 / (1 + mixed))
+    handled = lossy.speeds(1, 1, 1, 0)["generating"]
+    assert handled == pytest.approx(2 / 3 / (1 + waits * 0.4)), "the controller is no environment"
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 8)])

@@ -5,7 +5,8 @@ time in two more ways:
 
 - Caches, memory and hardware threads are shared. Each role that runs at the same time costs a fixed
   share.
-- After a wait, a role finds its caches cold. This costs a share of the waiting time.
+- After a wait, a role finds its caches cold. This costs a share of the waiting time. A replica that waits for environments
+  loses more: these wake and sleep often, so it is interrupted more often.
 
 There is one factor for every pair of kinds and one for each kind. They are fitted to all measured
 combinations, such as several decoding replicas with or without a trainer. A single combination says
@@ -44,6 +45,9 @@ class CoreLosses(NamedTuple):
     generating_by_training: float = 0.0
     generating_by_acting: float = 0.0
     generating_in_turns: float = 0.0
+    """Its waiting time is that for other roles."""
+    generating_after_acting: float = 0.0
+    """Its waiting time is that for environments."""
     training_by_generating: float = 0.0
     training_by_acting: float = 0.0
     training_in_turns: float = 0.0
@@ -77,13 +81,16 @@ class CoreSharing:
         """Return the speeds for this number of active roles by kind; a second trainer counts as a replica."""
         trains = min(training, 1)
         replicas = generating + training - trains
-        share, beside = self._turns(replicas + trains, handling + acting)
+        roles = replicas + trains
+        share, beside = self._turns(roles, handling + acting)
+        for_roles, for_acting = self._waits(share, roles, handling, acting)
         losses = self.losses
         of_replicas = max(0, replicas - 1) * losses.generating_by_generating
         of_trainer = trains * losses.generating_by_training
         of_environments = acting * losses.generating_by_acting
         generates = 1 + beside * (of_replicas + of_trainer + of_environments)
-        generates += (1 - share) * losses.generating_in_turns
+        generates += for_roles * losses.generating_in_turns
+        generates += for_acting * losses.generating_after_acting
         of_replicas = replicas * losses.training_by_generating
         learns = 1 + beside * (of_replicas + acting * losses.training_by_acting)
         learns += (1 - share) * losses.training_in_turns
@@ -102,6 +109,15 @@ class CoreSharing:
             return 1.0, 1.0
         return self.cores / threads, (self.cores - own) / (threads - own)
 
+    def _waits(
+        self, share: float, roles: int, handling: float, acting: float
+    ) -> tuple[float, float]:
+        """Return the share of time that a role waits for other roles and the controller, and for environments."""
+        own = min(self.threads, self.cores)
+        others = roles * own + handling + acting - own
+        for_acting = (1 - share) * acting / others if others > 0 else 0.0
+        return 1 - share - for_acting, for_acting
+
     def _fit(self, rows: Sequence[SharingRow]) -> CoreLosses:
         """Fit the losses to all measured combinations, beyond the loss by taking turns; no loss is negative."""
         generates, learns, acts = [], [], []
@@ -110,13 +126,14 @@ class CoreSharing:
             acting = self._threads_of(row.acting, roles)
             share, beside = self._turns(roles, acting)
             others = beside * (row.generating - 1), beside * row.training, beside * acting
-            generates.append((*others, 1 - share, share / row.generation[MEDIAN] - 1))
+            waits = self._waits(share, roles, 0, acting)
+            generates.append((*others, *waits, share / row.generation[MEDIAN] - 1))
             if row.train is not None:
                 lost = share / row.train[MEDIAN] - 1
                 learns.append((beside * row.generating, beside * acting, 1 - share, lost))
             if row.action is not None:
                 acts.append((self._later(share), 1 / row.action[MEDIAN] - 1))
-        return CoreLosses(*_factors(generates, 4), *_factors(learns, 3), *_factors(acts, 1))
+        return CoreLosses(*_factors(generates, 5), *_factors(learns, 3), *_factors(acts, 1))
 
     def _later(self, share: float) -> float:
         """Return how much less of its time an environment runs than beside one replica."""
