@@ -59,8 +59,6 @@ LEARNING_RATE = 1e-6
 """So low that lengths do not drift within a run. With a rate of 4e-4, the output tokens of an episode of *retry* doubled
 within 16 steps: 102, 143 and 190 in the mean of three runs. No simulation before a run can know them.
 """
-PROFILE_ROUNDS = 3
-"""Readings of each point of a profile: with five, as usual, a profile takes five minutes."""
 SECTION = "Simulated and executed"
 SLOW_TOOLS = [
     f"python:{ROOT / 'benchmarks' / 'slow_tools.py'}:{name}" for name in ("add", "subtract")
@@ -152,10 +150,8 @@ def run_case(name: str, rounds: int, *, is_quick: bool) -> list[Repeat]:
     limits, costs = limits_of(first), OUT / f"{case.model}.toml"
     folder = make_model(case.model, 0)
     if not costs.exists():
-        repeats = None if is_quick else PROFILE_ROUNDS
-        where = MODELS, folder.name, costs
         own = MeasuredEnvironment.of(first.environment, first.workload)
-        profile(*where, is_quick=is_quick, limits=limits, repeats=repeats, environment=own)
+        profile(MODELS, folder.name, costs, is_quick=is_quick, limits=limits, environment=own)
     statistics = execute_once(first)
     return [
         _repeat(case, home / str(number), statistics, costs, limits) for number in range(rounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -118,10 +117,9 @@ def profile(
     *,
     is_quick: bool,
     limits: Limits = LIMITS,
-    repeats: int | None = None,
     environment: MeasuredEnvironment | None = None,
 ) -> Path:
-    """Profile a model within limits, by default those of all cells; `repeats` replaces the number of rounds."""
+    """Profile a model within limits, by default those of all cells."""
     setup = make_setup(
         data / model / "model",
         gpu="cpu",
@@ -131,9 +129,6 @@ def profile(
         is_quick=is_quick,
         environment=environment,
     )
-    if repeats is not None:
-        plan = dataclasses.replace(setup.plan, repeats=repeats)
-        setup = msgspec.structs.replace(setup, plan=plan)
     write_measured(profile_model(setup, "cpu", lambda what: None), path)
     return path
 
