@@ -369,7 +369,7 @@ class _Bench:
     # Contention -----------------------------------------------------------------------------------
 
     async def time_companies(self, first: TimedReplicaRole, trainer: TimedTrainerRole) -> None:
-        """Measure the slowdown of roles that compute at the same time; each round also measures them alone."""
+        """Measure the slowdown of roles that compute at the same time, relative to the same roles alone just before."""
         most = max(generating for generating, _ in self._plan.companies)
         async with contextlib.AsyncExitStack() as roles:
             more = [await roles.enter_async_context(self.replica()) for _ in range(most - 1)]
@@ -379,8 +379,8 @@ class _Bench:
             generate = [partial(self._decode_on, replica) for replica in replicas]
             train = self._training_on(trainer)
             for _ in range(self._plan.repeats):
-                alone = await self._alone(generate[0], train)
                 for key in (Company(*each) for each in self._plan.companies):
+                    alone = await self._alone(generate[0], train)
                     part = train if key.training else None
                     shared = await run_concurrently(generate[: key.generating], part)
                     self._note_speeds(key, alone, shared)
@@ -397,8 +397,8 @@ class _Bench:
         await environments.start()
         try:
             for _ in range(self._plan.repeats):
-                alone = await self._alone(generate, train)
                 for key in BESIDE_ENVIRONMENTS:
+                    alone = await self._alone(generate, train)
                     part = train if key.training else None
                     shared, times = await run_beside(generate, part, environments.round())
                     self._readings.environment_start[key].append(max(LEAST, times.start))
