@@ -322,10 +322,11 @@ class _Bench:
             self._readings.refill_passes.append(empty / refilled)
 
     async def _time_turns(self, replica: TimedReplicaRole) -> None:
-        """Keep the batch filled by calls that arrive one by one, as those of the turns of episodes do.
+        """Keep the batch filled by calls that arrive one by one, as those of the turns of episodes do."""
+        self._readings.turns.append(await self._turns_of(replica))
 
-        The queue of the replica is empty. Each end of a rollout is answered with the next call.
-        """
+    async def _turns_of(self, replica: TimedReplicaRole) -> RefillStream:
+        """Answer each end of a rollout with the next call, so the queue of the replica is empty; return the stream."""
         planned = self._stream_lengths()
         lengths = iter(planned)  # shared: whoever ends first takes the next
 
@@ -335,7 +336,7 @@ class _Bench:
 
         with tempfile.TemporaryDirectory(dir=self._scratch) as tokens:
             await asyncio.gather(*(episode(Path(tokens)) for _ in range(self._limits.max_running)))
-        self._readings.turns.append(RefillStream(len(planned), await replica.passes()))
+        return RefillStream(len(planned), await replica.passes())
 
     def _stream_lengths(self) -> list[int]:
         """Return the output tokens of each rollout of a stream."""
@@ -390,9 +391,10 @@ class _Bench:
     ) -> None:
         """Measure environments beside roles that compute, and how much these are slowed down.
 
-        A replica and a trainer compute, or a replica alone, while environments start and act.
+        A replica and a trainer compute, or a replica alone, while environments start and act. The replica is called for
+        one turn after the other, as in a run: its server then needs the interpreter of its passes, and loses more.
         """
-        generate, train = partial(self._decode_on, replica), self._training_on(trainer)
+        generate, train = partial(self._turns_on, replica), self._training_on(trainer)
         environments = TimedEnvironments(measured)
         await environments.start()
         try:
@@ -431,6 +433,11 @@ class _Bench:
             if steps:
                 break
         return steps
+
+    async def _turns_on(self, replica: TimedReplicaRole) -> list[float]:
+        """Keep the batch filled by turns, and return the seconds of each rollout."""
+        stream = await self._turns_of(replica)
+        return [sum(one.seconds for one in stream.passes) / stream.num_rollouts]
 
     def _training_on(self, trainer: TimedTrainerRole) -> Work:
         """Return the work of a trainer: a pass of medium size, whose samples are prepared."""
