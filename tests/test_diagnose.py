@@ -204,6 +204,7 @@ def test_a_log_is_judged_and_printed_as_one_json_object(tmp_path: Path) -> None:
         ),
         (["step=10", "train=100"], "--stage step=10: train takes 100 s"),
         (["reference=6", "old-log-probs=6", "step=10"], "--stage step=10: score takes 12 s"),
+        (["score=6", "train=6", "step=10"], "--stage step=10: score and train follow each other"),
     ],
 )
 def test_stages_that_cannot_be_of_one_step_are_one_line(
@@ -220,6 +221,20 @@ def test_a_step_much_faster_than_its_run_file_is_not_normal() -> None:
     found = diagnose(small_run(), MeasuredSteps(source="log", framework="csv", steps=(step,)))
     assert not found.is_normal
     assert "times as fast as this run file should be" in next(diagnosis_lines(found))
+
+
+def test_a_stage_that_cannot_be_of_the_run_file_is_not_normal() -> None:
+    found = diagnose(_verl(), _stated_steps(["train=0.001"]))
+    assert not found.is_normal and {each.name for each in found.stages} > {"train"}
+    first = next(diagnosis_lines(found))
+    assert "train is" in first and "times as fast as this run file should be" in first
+
+
+def test_a_stage_that_was_not_measured_counts_as_predicted() -> None:
+    found = diagnose(_verl(), _stated_steps(["sync=0.5", "step=70"]))
+    longest = max(found.stages, key=lambda each: each.measured or each.predicted)
+    assert found.binds == longest.name != "sync" and longest.measured is None
+    assert f"longest stage (predicted): {longest.name}" in diagnosis_lines(found)
 
 
 def test_a_run_directory_is_judged_by_the_run_file_that_it_has(tmp_path: Path) -> None:

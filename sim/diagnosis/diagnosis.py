@@ -28,6 +28,8 @@ published stages are outside of their model error, and few of them were run badl
 """
 SMALL = 0.1
 """Largest share of a step that a stage may waste and still not be the problem."""
+IMPOSSIBLE = 0.25
+"""Ratio of measured seconds to the lower end of a stage's normal range. Seconds below it are of other work. A choice."""
 MOST_ADVICE = 3
 """Number of changes that are named."""
 LEAST_GAIN = 0.01
@@ -92,8 +94,10 @@ def diagnose(
         source=measured.source,
         step=whole,
         stages=stages,
-        binds=max(stages, key=lambda each: each.measured or _if_alone(each, has_stages)).name,
-        is_normal=whole.verdict in ("normal", "unknown") and not _matter(slow, total),
+        binds=max(stages, key=lambda each: each.seconds).name,
+        is_normal=whole.verdict in ("normal", "unknown")
+        and not _matter(slow, total)
+        and not any(each.is_of_other_work for each in stages),
         has_stages=has_stages,
         causes=list(_causes(stages, whole, total, has_stages)),
         advice=_advice(tried, total),
@@ -128,11 +132,6 @@ def _refuse_other_work(found: list[Disagreement], source: str) -> None:
         raise ValueError(f"{source} is of other work than the run file. {'; '.join(texts)}")
 
 
-def _if_alone(stage: Stage, has_stages: bool) -> float:
-    """Return the predicted seconds if no stage was measured, else 0."""
-    return 0.0 if has_stages else stage.predicted
-
-
 def _matter(slow: list[Stage], total: float) -> bool:
     return any((stage.waste or 0.0) > SMALL * total for stage in slow)
 
@@ -158,6 +157,7 @@ def _judged(name: str, predicted: float, band: Band, measured: float | None) -> 
         measured=measured,
         verdict=verdict,
         waste=None if measured is None else max(0.0, measured - band.high),
+        is_of_other_work=measured is not None and measured < IMPOSSIBLE * band.low,
     )
 
 

@@ -24,6 +24,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     waste: float | None
     """Seconds above the upper end of the band."""
+    is_of_other_work: bool
+    """Whether it is so fast that its seconds cannot be of this run file."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the stage: measured if known, else predicted."""
+        return self.predicted if self.measured is None else self.measured
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +52,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     step: Stage
     stages: list[Stage]
     binds: str
-    """The longest stage: measured if stages are known, else predicted."""
+    """The longest stage. A stage that was not measured counts with its prediction."""
     is_normal: bool
     has_stages: bool
     """Whether any stage was measured; if not, only the whole step is judged."""

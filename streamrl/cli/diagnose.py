@@ -167,6 +167,9 @@ def _stated_steps(stages: Iterable[str]) -> MeasuredSteps:
         if (own := seconds.get(column, 0.0)) > longest:
             text = f"{column} takes {own:g} s, and no stage is longer than its step"
             raise ValueError(f"--stage step={longest:g}: {text}")
+    if (both := seconds.get("score", 0.0) + seconds.get("train", 0.0)) > longest:
+        text = f"score and train follow each other on the trainer's GPUs, and take {both:g} s"
+        raise ValueError(f"--stage step={longest:g}: {text}")
     return MeasuredSteps(
         source="--stage", framework="csv", steps=(MeasuredStep(step=1, **seconds),)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from rich.table import Table
 
@@ -37,8 +38,9 @@ def _cells(stage: Stage) -> Iterator[str]:
 def diagnosis_lines(found: Diagnosis) -> Iterator[str]:
     """Yield the verdict, the longest stage, causes, changes, settings to check, and what is not the problem."""
     yield "this step is normal for the hardware" if found.is_normal else _abnormal(found)
-    by = "measured" if found.has_stages else "predicted"
-    yield f"longest stage ({by}): {found.binds}"
+    longest = next(stage for stage in found.stages if stage.name == found.binds)
+    by = "predicted" if longest.measured is None else "measured"
+    yield f"longest stage ({by}): {longest.name}"
     for text in found.causes:
         yield f"first: {text}"
     for number, each in enumerate(found.advice, start=1):
@@ -61,11 +63,16 @@ def diagnosis_lines(found: Diagnosis) -> Iterator[str]:
 
 def _abnormal(found: Diagnosis) -> str:
     slow = [stage.name for stage in found.stages if stage.verdict == "slow" and stage.waste]
-    if found.step.verdict == "fast" and found.step.measured and not slow:
-        times = found.step.predicted / found.step.measured
+    stages = [stage for stage in found.stages if stage.is_of_other_work]
+    fast = [found.step] if found.step.verdict == "fast" and not slow else stages
+    if fast:
+        facts = (
+            f"{each.name} is {each.predicted / (each.measured or inf):.2g} times as fast"
+            for each in fast
+        )
         return (
-            f"this step is not normal: {times:.2g} times as fast as this run file should be on the hardware. Are the "
-            "times in seconds, and of this run file: its rollouts, lengths and GPUs?"
+            f"this step is not normal: {', '.join(facts)} as this run file should be on the hardware. Are the times in "
+            "seconds, and of this run file: its rollouts, lengths and GPUs?"
         )
     return (
         f"this step is not normal: {', '.join(slow) or found.step.name} too slow for the hardware"
