@@ -315,12 +315,11 @@ def test_an_action_is_limited_and_a_bad_answer_is_a_fault_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("streamrl.executor.environment.session.END_TIME", 0.5)
-    slept, hung, left, eaten, opened, infinite, large, pair, raised, forged, number, half, told = (
-        odd(
-            *("sleep", "hang", "exit", "eat", "open", "infinite"),
-            *("large", "pair", "raise", "forge", "number", "half", "hello"),
-        )
+    slept, hung, left, eaten, opened, infinite, large, pair, word, *others = odd(
+        *("sleep", "hang", "exit", "eat", "open", "infinite", "large", "pair"),
+        *("word", "raise", "forge", "number", "half", "hello"),
     )
+    raised, forged, number, half, told = others
     assert slept.timed_out and not slept.done and "more than 0.1 s" in slept.observation
     assert hung.timed_out and hung.done
     assert left == "the process of the environment has ended"
@@ -329,6 +328,7 @@ def test_an_action_is_limited_and_a_bad_answer_is_a_fault_with_its_reason(
     bound = "ValueError: a reward must be between -1,000,000 and 1,000,000, got"
     assert infinite.startswith(f"{bound} inf") and large.startswith(f"{bound} -2e+06")
     assert pair.startswith("TypeError: step must return (observation, reward, done)")
+    assert word.startswith("TypeError: done must be True or False, got 'no'")
     lines = (Path(__file__).parent / "turn_game.py").read_text().splitlines()
     at = re.fullmatch(r"LookupError: nothing is here \(.*/turn_game\.py:(\d+)\)", raised)
     assert at is not None and "raise LookupError" in lines[int(at[1]) - 1]

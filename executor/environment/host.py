@@ -251,6 +251,8 @@ def _answer(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"a reward must be between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}, got {reward:g}"
         )
+    if done not in (True, False):  # a text such as "no" would be true
+        raise TypeError(f"done must be True or False, got {repr(done)[:40]}")
     return {"observation": observation, "reward": reward, "done": bool(done)}
 
 

@@ -84,7 +84,7 @@ class OpenEnv:
     def step(self, action: str) -> tuple[str, float, bool]:
         """Send a turn as the action."""
         result = self._client.post("/step", {"action": {self._action_field: action}})
-        return self._text(result), result.get("reward") or 0.0, bool(result.get("done"))
+        return self._text(result), result.get("reward") or 0.0, result.get("done") or False
 
     def _text(self, result: Json) -> str:
         found = result["observation"]
