@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from streamrl.record.incidents import find_incidents
+from streamrl.report.page.answer import tiles_of
 from streamrl.report.page.measured import Prediction, predict, stage_seconds
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.page.parts import Page, PageSection
@@ -51,6 +53,22 @@ def test_a_run_without_a_simulation_is_simulated_where_there_is_a_simulator(tmp_
     }
     ours, theirs = stages["trainer: training"]
     assert 0 < ours < sources.runs[0].metrics.step_time and 0.5 < theirs / ours < 2
+
+
+def test_a_prediction_of_other_steps_stands_beside_no_total(tmp_path: Path) -> None:
+    (executed,) = write_runs(tmp_path, executed={})
+    sources, (option, *_) = read_report([as_executed(executed)])
+    prediction = predict(option, sources.runs, simulate_as_recorded)
+    assert isinstance(prediction, Prediction) and prediction.metrics.whole_run is not None
+    predicted = prediction.metrics.whole_run
+
+    def has_prediction(steps: int) -> bool:
+        made = dataclasses.replace(option, whole_run=replace(predicted, steps=steps))
+        tiles = tiles_of(made, prediction.metrics)
+        return any("predicted" in each.note for each in tiles if each.label == "for the whole run")
+
+    assert has_prediction(predicted.steps)
+    assert not has_prediction(2 * predicted.steps), "the other half was before a resume"
 
 
 def test_page_and_terminal_judge_a_run_by_the_band_and_say_how_to_measure(tmp_path: Path) -> None:

@@ -143,9 +143,12 @@ def _whole_tiles(option: Option, predicted: Metrics | None) -> Iterator[Tile]:
     if whole is None:
         return
     hours, steps = f"{whole.gpu_hours:,.4g} GPU-hours", f"{whole.steps:,} training steps"
-    if predicted is not None and predicted.whole_run is not None:
-        hours += f"; predicted {dollars_text(predicted.whole_run)}"
-        steps += f"; predicted {time_text(predicted.whole_run)}"
+    theirs = None if predicted is None else predicted.whole_run
+    if (
+        theirs is not None and theirs.steps == whole.steps
+    ):  # of a resumed run, only its last start is predicted
+        hours += f"; predicted {dollars_text(theirs)}"
+        steps += f"; predicted {time_text(theirs)}"
     if option.is_paid:
         yield Tile(dollars_text(whole), "for the whole run", hours)
     yield Tile(time_text(whole), "for the whole run", steps)
