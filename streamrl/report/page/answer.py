@@ -144,9 +144,8 @@ def _whole_tiles(option: Option, predicted: Metrics | None) -> Iterator[Tile]:
         return
     hours, steps = f"{whole.gpu_hours:,.4g} GPU-hours", f"{whole.steps:,} training steps"
     theirs = None if predicted is None else predicted.whole_run
-    if (
-        theirs is not None and theirs.steps == whole.steps
-    ):  # of a resumed run, only its last start is predicted
+    # the rest of a resumed run is not predicted
+    if theirs is not None and theirs.steps == whole.steps:
         hours += f"; predicted {dollars_text(theirs)}"
         steps += f"; predicted {time_text(theirs)}"
     if option.is_paid:
