@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -94,6 +95,7 @@ class Seen(msgspec.Struct, frozen=True):
     had: list[str]
     """Of `WATCHED`, what was imported before it was made."""
     umask: int
+    collects_garbage: bool
 
 
 class Witness:
@@ -112,6 +114,7 @@ class Witness:
             [int(each.name) for each in Path("/proc/self/fd").iterdir()],
             self._had,
             os.umask(0o022),
+            gc.isenabled(),
         )
 
     async def stop(self) -> None:

@@ -70,6 +70,7 @@ def test_a_worker_has_its_own_environment_directory_log_and_nothing_of_others(
         assert seen.had == ["torch"] and seen.parent != os.getpid()
         assert (tmp_path / "log").read_text().strip() == "seen"
         assert len(seen.descriptors) < 10
+        assert seen.collects_garbage
         assert worker.MODULE in psutil.Process(handle.pid).cmdline()
         assert ROLE in psutil.Process(handle.pid).cmdline()
 
