@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Threads of numpy, scikit-learn and torch, read at their import. The matrices of tests are small, and processes share
+the cores: a second thread of each would spend its CPU time waiting for a core.
+"""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without garbage collection: what is imported and collected stays, and is not scanned later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
