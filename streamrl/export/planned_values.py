@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from streamrl.runfile.config import Run, num_extra
 from streamrl.runfile.frameworks import Layout, Value, settings_of
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig, TrainerConfig, VerifierConfig
+from streamrl.runfile.section import Section, fields_of
 from streamrl.runfile.simulation_config import FrameworkConfig
 from streamrl.runfile.workload_config import WorkloadConfig
 
@@ -94,19 +96,20 @@ def planned_values(run: Run) -> dict[str, PlannedValue]:
 
 def other_settings(run: Run, told: Iterable[PlannedValue]) -> Iterator[PlannedValue]:
     """Yield the keys of no told value that differ from their defaults, and from what the framework fills in."""
-    named = {key for value in told for key in KEY.findall(value.key)}
+    keys = [key for value in told for key in KEY.findall(value.key)]
+    named = {whole for key in keys for whole in accumulate(key.split("."), "{}.{}".format)}
     filled = {setting.key for setting, value in settings_of(run) if value == setting.value}
+    left_out = {*named, *filled, *ASSUMED}
     for name in SECTIONS:
         section, _, only = name.partition(".")
         for key, value, default in _fields(getattr(run, section), section, only):
-            is_named = any(each == key or each.startswith(f"{key}.") for each in named)
-            if not is_named and key not in (*ASSUMED, *filled) and value != default:
+            if key not in left_out and value != default:
                 yield PlannedValue(key, key, _shown(value), ALWAYS)
 
 
 def _fields(section: object, name: str, only: str) -> Iterator[tuple[str, object, object]]:
     """Yield the keys of a section, or one of them, with their values and defaults; nothing if the section is absent."""
-    for field in msgspec.structs.fields(section) if isinstance(section, msgspec.Struct) else ():
+    for field in fields_of(type(section)) if isinstance(section, Section) else ():
         if only in ("", field.encode_name):
             yield f"{name}.{field.encode_name}", getattr(section, field.name), _default_of(field)
 

@@ -24,8 +24,6 @@ from typing import (
     get_type_hints,
 )
 
-import msgspec
-
 from streamrl.runfile.algorithm_config import AlgorithmConfig, CorrectionName, OptimizerConfig
 from streamrl.runfile.algorithms import readers_of
 from streamrl.runfile.choices import choices_of
@@ -52,7 +50,7 @@ from streamrl.runfile.roles_config import (
     TrainerResize,
     VerifierConfig,
 )
-from streamrl.runfile.section import Section
+from streamrl.runfile.section import Section, fields_of
 from streamrl.runfile.simulation_config import (
     FailuresConfig,
     FaultConfig,
@@ -213,7 +211,7 @@ def is_section(kind: Kind) -> TypeGuard[type[Section]]:
 
 
 def _section_errors(table: dict[str, Any], kind: type[Section], key: str) -> Iterator[RunError]:
-    fields = {field.name: field for field in _fields(kind) if field.name != FOLLOWERS}
+    fields = {field.name: field for field in fields_of(kind) if field.name != FOLLOWERS}
     for name, value in table.items():
         if kind is PoolConfig and name == "price" and _names_a_price(value):
             yield _price_error(join_key(key, name), value, table.get("gpu"))
@@ -276,17 +274,12 @@ def _places() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     open_sections: list[tuple[str, type[Section]]] = [("", Run)]
     for section, kind in open_sections:
-        for field in (field for field in _fields(kind) if field.name != FOLLOWERS):
+        for field in (field for field in fields_of(kind) if field.name != FOLLOWERS):
             key, inner = join_key(section, field.name), without_none(field.type)
             found.setdefault(field.name, []).append(key)
             if is_section(inner):
                 open_sections.append((key, inner))
     return found
-
-
-@cache
-def _fields(kind: type[Section]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)
 
 
 CLIPPING: tuple[CorrectionName, ...] = ("none", "gspo", "cispo", "decoupled")
@@ -649,7 +642,7 @@ def sections_of(run: Run) -> Iterator[tuple[str, Section]]:
 def code_of(sections: Iterable[tuple[str, Section]]) -> Iterator[str]:
     """Yield each class from outside this package that sections choose, as "module:Class"."""
     for _, section in sections:
-        for field in _fields(type(section)):
+        for field in fields_of(type(section)):
             choices, value = choices_of(without_none(field.type)), getattr(section, field.name)
             if choices is not None and value is not None and value not in choices.own:
                 yield choices.path_of(value)

@@ -30,7 +30,7 @@ from streamrl.runfile.python_values import Changes, apply_changes, plain_table
 from streamrl.runfile.reading import read_regular
 from streamrl.runfile.result_files import write_file
 from streamrl.runfile.roles_config import SecondaryTrainerConfig
-from streamrl.runfile.section import Section
+from streamrl.runfile.section import Section, fields_of
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.staleness_study import read_staleness_model
 from streamrl.runfile.start_values import differing_start, fill_start, with_fitting_start
@@ -105,7 +105,7 @@ def run_table(run: Run, stated: Iterable[str] = ()) -> dict[str, Any]:
 def _table(section: Section) -> dict[str, Any]:
     """Return a section as TOML has it."""
     found = {}
-    for field in msgspec.structs.fields(section):
+    for field in fields_of(type(section)):
         value = getattr(section, field.name)
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:

@@ -30,7 +30,7 @@ from streamrl.runfile.jobs_config import JOBS, ClusterFile, JobConfig, ScheduleC
 from streamrl.runfile.keys import join_key, pool_key
 from streamrl.runfile.python_values import Changes
 from streamrl.runfile.reading import read_toml
-from streamrl.runfile.section import Section
+from streamrl.runfile.section import Section, fields_of
 from streamrl.runfile.short_forms import in_full
 from streamrl.runfile.units import read_quantity
 
@@ -177,7 +177,7 @@ def _check_bill(cluster: ClusterConfig) -> None:
 
 def _stated(section: Section) -> Iterator[str]:
     """Yield the keys of a section that have another value than their default."""
-    for field in msgspec.structs.fields(section):
+    for field in fields_of(type(section)):
         if getattr(section, field.name) != field.default:
             yield field.name
 

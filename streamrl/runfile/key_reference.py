@@ -26,7 +26,7 @@ from streamrl.runfile.jobs_config import ClusterFile
 from streamrl.runfile.keys import FOLLOWERS, TRAINER, join_key, split_key
 from streamrl.runfile.other_names import key_meant
 from streamrl.runfile.roles_config import AlgorithmChanges
-from streamrl.runfile.section import Section
+from streamrl.runfile.section import Section, fields_of
 from streamrl.runfile.units import QUANTITIES, Bandwidth, Duration, Size, quantity_text
 
 NAME, PLACE = "NAME", "N"
@@ -233,7 +233,7 @@ def _tables(kind: type[Section], name: str, header: str) -> Iterator[Table]:
         list[tuple[type[Section], str, str]](),
     )
     keys = []
-    for field in msgspec.structs.fields(kind):
+    for field in fields_of(kind):
         key = join_key(name, TRAINER if field.name == FOLLOWERS else field.name)
         found = _section_in(field.type)
         if found is None:
