@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.engine.messages import (
     Abort,
@@ -29,7 +30,9 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.trace import Trace, replay
 from streamrl.record.attribution import attribute
-from streamrl.record.charges import read_replicas
+from streamrl.record.charges import read_paid, read_replicas
+from streamrl.record.metrics import measure
+from streamrl.record.rollout_flow import read_flow
 from streamrl.runfile.config import Run
 from streamrl.runfile.failure_rates import (
     expected_losses,
@@ -308,6 +311,20 @@ def test_a_machine_that_is_away_is_not_paid_for() -> None:
     num_gpus = run.rollout.gpus_per_replica
     expected = seconds * num_gpus + end * run.trainer.num_gpus
     assert attribute(trace).gpu_seconds == pytest.approx(expected)
+
+
+def test_seconds_and_dollars_of_a_whole_run_are_those_of_the_same_steps() -> None:
+    away = spot_run(cluster__pools__far__spot_replacement_time="600 s", algorithm__steps=40)
+    trace = checked_world(replace(away, simulate=replace(away.simulate, max_steps=40))).run()
+    metrics = measure(trace, (3, 40))
+    first, last = (read_flow(trace).leader.window(*steps) for steps in ((1, 2), (3, 40)))
+    seconds = [ended - began for began, ended in (first, last)]
+    whole = metrics.whole_run
+    assert whole is not None and whole.seconds == pytest.approx(sum(seconds))
+    paid = [read_paid(trace, *window).used["far"] for window in (first, last)]
+    assert paid[0] > 2 * paid[1], "machines leave and seldom come back"
+    hours = sum(gpus * time for gpus, time in zip(paid, seconds, strict=True)) / 3600
+    assert whole.pools["far"].gpu_hours == pytest.approx(hours)
 
 
 def test_replacements_take_their_mean_time() -> None:

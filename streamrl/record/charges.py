@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -189,6 +189,14 @@ class PaidGpus:
                 added = run.trainer.num_gpus * (num_ranks / run.trainer.data_parallel - 1)
             sides.append(PaidSide(side, side.num_gpus + added))
         return cls(run.cluster.pools, sides, sandbox_rent(run.environment))
+
+    def mixed(self, other: PaidGpus, share: float) -> PaidGpus:
+        """Return the mean of these GPUs and those of another time of the same run, which lasts a share of all seconds."""
+        sides = [
+            PaidSide(own.side, share * each.num_gpus + (1 - share) * own.num_gpus)
+            for own, each in zip(self.sides, other.sides, strict=True)
+        ]
+        return replace(self, sides=sides)
 
     @property
     def used(self) -> dict[str, float]:

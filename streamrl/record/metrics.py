@@ -461,7 +461,7 @@ def measure_read(
         total_time=reader.now,
         whole_run=None
         if speed.unfinished
-        else make_whole_run(trace, speed, shares, _paid(reader, *window), error),
+        else make_whole_run(trace, speed, shares, _paid_in_all(reader, speed, window), error),
         num_gpus={side.name: side.num_gpus for side in sides_of(trace.run)},
         busy=shares.whole.busy,
         idle=shares.whole.idle,
@@ -513,6 +513,16 @@ def _paid(reader: PaceReader, start: float, end: float) -> PaidGpus:
     replicas = reader.replicas
     mean, away = replicas.mean(start, end), replicas.mean_away(start, end)
     return PaidGpus.of(reader.trace.run, mean, away, reader.ranks.mean(start, end))
+
+
+def _paid_in_all(reader: PaceReader, speed: Speed, window: tuple[float, float]) -> PaidGpus:
+    """Return the paid GPUs of a whole run: those of the steps that count as they were, and of `window` in other seconds."""
+    steady = _paid(reader, *window)
+    time = whole_time(reader.trace.run, speed, is_recorded=reader.trace.world == "real")
+    if not time.num_before:
+        return steady
+    began, ended = reader.flow.leader.window(1, time.num_before)
+    return steady.mixed(_paid(reader, began, ended), min(1.0, (ended - began) / time.seconds))
 
 
 def _lending(
