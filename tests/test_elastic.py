@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.engine.messages import (
     CheckpointSaved,
@@ -42,6 +43,7 @@ from streamrl.hardware.resolved import resolve
 from streamrl.record.attribution import attribute_sides
 from streamrl.record.charges import read_paid
 from streamrl.record.metrics import measure
+from streamrl.record.recorded_inputs import with_ranks_of_steps
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
@@ -224,6 +226,16 @@ def test_the_costs_of_a_change_are_start_setup_and_bytes_over_the_wire() -> None
     assert costs.time(1, 2) == pytest.approx(2 * 2.0 + costs.num_bytes / costs.near), "two groups"
     assert costs.time(1, 4) > costs.time(1, 2), "beyond a node bytes cross the network"
     assert costs.time(4, 1) == costs.time(2, 1) == costs.setup_time
+
+
+def test_a_prediction_of_a_run_has_the_ranks_of_each_step_also_those_that_a_user_asked_for() -> (
+    None
+):
+    run = resized((3, 2), (5, 1))
+    trace = simulate(run)
+    asked = replace(run, trainer=replace(run.trainer, resize=()))
+    assert with_ranks_of_steps(asked, trace) == run
+    assert with_ranks_of_steps(asked, simulate(asked)) == asked
 
 
 @pytest.mark.parametrize("seed", range(3))
