@@ -9,6 +9,7 @@ import logging
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,20 @@ def test_libraries_are_shown_with_v_twice_only(capsys: pytest.CaptureFixture[str
     lines = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
     ours = [f"from streamrl, -v times {number}" for number in (1, 2)]
     assert lines == [ours[0], "from a library, -v times 2", ours[1]]
+
+
+def test_a_warning_of_a_library_is_one_line_without_a_path(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = warnings.showwarning
+    with log_to_stderr():
+        for number in range(2):
+            warnings.warn_explicit(f"{number} has\nno \x1b[31mfigures", UserWarning, "/a/b.py", 3)
+    assert warnings.showwarning is before
+    said = capsys.readouterr().err
+    assert said == "".join(
+        f"streamrl: UserWarning: {number} has no \\x1b[31mfigures\n" for number in range(2)
+    )
 
 
 def test_the_end_of_a_command_leaves_logging_as_it_was() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, TextIO
@@ -61,19 +62,28 @@ class VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
+def _log_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    """Log a warning of a library as one line, without a path and a line of its source."""
+    logging.getLogger("streamrl.warnings").warning(
+        "%s: %s", category.__name__, " ".join(str(message).split())
+    )
+
+
 HANDLER = StderrHandler()
 OURS, ASYNCIO, EVERYBODY = map(logging.getLogger, ("streamrl", "asyncio", None))
 
 
 @contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Log to standard error until the end of the context."""
+    """Log to standard error until the end of the context, also what libraries warn of."""
     before = [(logger, logger.level) for logger in (OURS, ASYNCIO, EVERYBODY)]
     ASYNCIO.setLevel(logging.ERROR)
     set_verbosity()
+    shown, warnings.showwarning = warnings.showwarning, _log_warning
     try:
         yield
     finally:
+        warnings.showwarning = shown
         for logger, level in before:
             logger.removeHandler(HANDLER)
             logger.setLevel(level)
