@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from streamrl.cli.profile_accept import _decide, _Predicted, listen
@@ -113,6 +114,19 @@ def test_both_ends_of_a_link_report_the_same_rate() -> None:
         theirs = msgspec.json.decode(other.communicate(timeout=60)[0], type=LinkReading)
     assert ours == theirs
     assert ours.backend == "gloo" and ours.bandwidth > 1e6 and 0 < ours.latency < 0.1
+
+
+def test_a_listener_is_reached_at_its_address_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = f"from streamrl.cli.profile_accept import listen; listen({port}, minutes=1)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as other:
+        own, found = psutil.Process(other.pid), []
+        while not found and other.poll() is None:
+            found = [each for each in own.net_connections() if each.status == psutil.CONN_LISTEN]
+        assert {each.laddr.ip for each in found} == {"127.0.0.1"}
+        measure_link("127.0.0.1", port, listens=False, backend="gloo", patience=60)
+        other.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("port", [0, 99999])

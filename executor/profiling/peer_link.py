@@ -1,18 +1,21 @@
 """Measure the connection between two machines: both call `measure_link`, one of them as the listener.
 
 The side that connects chooses the backend: nccl between GPUs over RDMA, gloo over TCP. gloo opens one connection for each
-of several groups, because the window of a single connection limits a long path.
+of several groups, because the window of a single connection limits a long path. The listener listens on its address
+alone, and gloo on the interface that has this address.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from streamrl.executor.transfer.broadcast import INTERFACE
@@ -23,7 +26,6 @@ PINGS, WARM_UP = 20, 3
 PROBE_BYTES, MOST_BYTES = 2**23, 2**30
 SECONDS = 2.0
 """Seconds that one direction is measured for."""
-LOOPBACK = ("127.", "localhost")
 
 
 def measure_link(
@@ -32,7 +34,8 @@ def measure_link(
     """Measure bandwidth and latency between this machine and a peer.
 
     Args:
-        host: name or address of the listener, as the other side reaches it.
+        host: name or address of the listener, as the other side reaches it. The listener listens on this address
+            alone.
         port: the listener's port.
         listens: whether this side is the listener.
         backend: gloo or nccl; None for the listener, which takes that of its peer.
@@ -41,12 +44,15 @@ def measure_link(
     Raises:
         RuntimeError: the peer did not come, or a transfer failed.
     """
-    if host.startswith(LOOPBACK):
-        os.environ.setdefault(INTERFACE, "lo")
+    if (interface := _interface_of(host, port, listens=listens)) is not None:
+        os.environ.setdefault(INTERFACE, interface)
     dist: Any = torch.distributed  # its functions have no types
     limit, rank = timedelta(seconds=patience), 0 if listens else 1
+    own: dict[str, Any] = {}
+    if listens:  # without a socket of ours, the store listens on all addresses
+        own["master_listen_fd"] = socket.create_server((host, port)).detach()
     try:
-        store = dist.TCPStore(host, port, 2, listens, limit, wait_for_workers=False)
+        store = dist.TCPStore(host, port, 2, listens, limit, wait_for_workers=False, **own)
         if backend is not None:
             store.set("backend", backend)
         chosen = store.get("backend").decode()
@@ -61,6 +67,29 @@ def measure_link(
         raise RuntimeError(f"{host}:{port}: the connection failed: {first}") from None
     finally:
         dist.destroy_process_group()
+
+
+def _interface_of(host: str, port: int, *, listens: bool) -> str | None:
+    """Return the network interface of this machine on the way to a host, or with its address; None if it is unknown."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host, port, socket.AF_INET, socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind((place[0], 0)) if listens else probe.connect(
+                place
+            )  # connecting sends nothing
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(each.address == address for each in addresses)
+        ),
+        None,
+    )
 
 
 def _measure(dist: Any, backend: str, rank: int) -> LinkReading:

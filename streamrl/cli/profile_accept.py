@@ -64,7 +64,7 @@ def accept(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Also measure the link to this machine, where `streamrl profile listen PORT` runs.",
+            help="Also measure the link to this machine, where `streamrl profile listen PORT --host HOST` runs.",
         ),
     ] = None,
     minutes: Annotated[
@@ -155,14 +155,20 @@ def accept(
 def listen(
     port: Annotated[int, typer.Argument(metavar="PORT", help="TCP port to listen on.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen on: that of the network between the nodes.")
-    ] = "0.0.0.0",
+        str,
+        typer.Option(
+            help="Address of this machine to listen on: that in the network between the nodes. The default takes only "
+            "connections of this machine."
+        ),
+    ] = "127.0.0.1",
     minutes: Annotated[float, typer.Option(help="Time to wait for the other machine.")] = MINUTES,
     as_json: AsJson = False,
 ) -> None:
     """Be the other end of the link that `profile accept --peer` measures.
 
-    Example: streamrl profile listen 29500
+    Whoever reaches the address can take part in the measurement, so name one of a private network.
+
+    Example: streamrl profile listen 29500 --host 10.0.0.7
     """
     _check(minutes, 0.0)
     if not 1 <= port <= MOST_PORT:
