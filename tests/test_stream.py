@@ -21,12 +21,13 @@ from streamrl.engine.state import State
 from streamrl.engine.trace import Trace
 from streamrl.executor.buffer import BufferedRollout, RolloutBuffer
 from streamrl.executor.prompts import PromptWorkload
-from streamrl.executor.subscribers import listener
+from streamrl.executor.subscribers import listener, stream_client
 from streamrl.executor.subscribers.listener import MOST_OF_ADDRESS
 from streamrl.executor.subscribers.stream import (
     DROPPED,
     MANY_BYTES,
     MOST_BYTES,
+    MOST_READERS,
     MOST_WAITING,
     GroupStream,
     Reader,
@@ -213,6 +214,114 @@ def test_a_crowd_without_the_token_takes_few_descriptors_and_no_readers_place(
     assert "connections that made no valid request" in line
 
 
+def known(stream: GroupStream, path: str = "/rollouts") -> tuple[int, bytes]:
+    """Return the port of a stream, and a request with its token."""
+    address = msgspec.json.decode(stream._path.read_bytes(), type=StreamAddress)
+    head = f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {address.token}\r\n\r\n"
+    return address.port, head.encode()
+
+
+HOSTILE: dict[str, bytes] = {
+    "half a head": b"GET /rollouts HTTP/1.1\r\nAuthorization: Bear",
+    "a huge length": b"POST /rollouts HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
+    "a head without end": b"GET /rollouts HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
+    "one long line": b"GET /" + b"a" * 100_000 + b"\r\n\r\n",
+    "another protocol": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "two tokens": b"GET /rollouts HTTP/1.1\r\nAuthorization: Bearer x\r\nAuthorization: Bearer y\r\n\r\n",
+    "no text": bytes(range(256)) + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_request_ends_its_own_connection_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(listener, "UNKNOWN_TIME", 0.2)
+
+    async def go() -> None:
+        stream = stream_in(tmp_path, port=0)
+        await stream.start()
+        port, request = known(stream)
+        assert b"200" in await answer(port, request)
+        reader, writer = await asyncio.open_connection(HOST, port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(sent)
+            await writer.drain()
+            said = await reader.read()
+            assert said[:12] in (b"", b"HTTP/1.1 401")
+        assert b"200" in await answer(port, request)
+        writer.close()
+        await stream.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
+def test_a_reader_that_sends_more_or_leaves_in_the_middle_of_an_event_harms_nobody(
+    tmp_path: Path,
+) -> None:
+    async def go() -> None:
+        stream = stream_in(tmp_path, port=0)
+        await stream.start()
+        port, request = known(stream)
+        honest = asyncio.create_task(anext(read_stream(tmp_path, "rollouts")))
+        talker, leaver = [await asyncio.open_connection(HOST, port, limit=2**24) for _ in range(2)]
+        talker[1].write(request + request * 100 + b"POST /stop HTTP/1.1\r\n\r\n" + bytes(10_000))
+        leaver[1].write(request)
+        while len(stream._readers) < 3:
+            await asyncio.sleep(0.01)
+        leaver[1].transport.abort()
+        stream.publish(0, BufferedRollout((0,), 0), "x" * 4_000_000, "p")
+        assert (await honest)["rollout"] == 0
+        text = await talker[0].readuntil(b"\n\n")
+        assert text.startswith(b"HTTP/1.1 200") and text.count(b"event: rollout") == 1
+        stream.publish(1, BufferedRollout((1,), 0), "y", "p")
+        await stream.close()
+        for _, writer in (talker, leaver):
+            writer.close()
+        assert not stream._readers
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
+def test_readers_with_the_token_are_limited_too_and_a_place_is_free_again(tmp_path: Path) -> None:
+    async def go() -> None:
+        stream = stream_in(tmp_path, port=0)
+        await stream.start()
+        port, request = known(stream)
+        kept = []
+        for _ in range(MOST_READERS):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(request)
+            assert b"200" in await reader.readline()
+            kept.append(writer)
+        assert b"503" in await answer(port, request)
+        kept.pop().close()
+        while len(stream._readers) == MOST_READERS:
+            await asyncio.sleep(0.01)
+            stream.publish(0, BufferedRollout((0,), 0), "text", "p")
+        assert b"200" in await answer(port, request)
+        await stream.close()
+        for writer in kept:
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
+def test_a_token_of_an_earlier_run_opens_nothing(tmp_path: Path) -> None:
+    async def go() -> None:
+        stream = stream_in(tmp_path, port=0)
+        await stream.start()
+        _, old = known(stream)
+        await stream.close()
+        again = stream_in(tmp_path, port=0)
+        await again.start()
+        port, _ = known(again)
+        assert b"401" in await answer(port, old)
+        await again.close()
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
+
+
 def test_an_error_of_accept_ends_no_run_and_later_readers_are_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +361,36 @@ def test_where_no_run_streams_a_reader_is_told_so(tmp_path: Path) -> None:
         ValueError, match=r"no run streams there; start it with execute\.stream_port"
     ):
         asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"event: rollout\ndata: 7\n\n",
+        b"event: rollout\ndata: {\n\n",
+        b"event: lost\ndata: \xff\n\n",
+        b"x" * 200_000,
+        b"event: rollout\ndata: " + b"[" * 50_000 + b"\n\n",
+    ],
+)
+def test_another_process_at_the_port_of_a_run_is_told_of_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(stream_client, "LONGEST", 100_000)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + sent)
+        await reader.read()
+        writer.close()
+
+    async def go() -> None:
+        async with await asyncio.start_server(serve, HOST, 0) as other:
+            port = other.sockets[0].getsockname()[1]
+            (tmp_path / STREAM).write_bytes(msgspec.json.encode(StreamAddress(port, "t")))
+            with pytest.raises(RuntimeError, match=f"listens on port {port} sends no events"):
+                await anext(read_stream(tmp_path))
+
+    asyncio.run(asyncio.wait_for(go(), timeout=30))
 
 
 def test_a_run_that_was_asked_for_no_port_listens_nowhere(tmp_path: Path) -> None:

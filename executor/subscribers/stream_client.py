@@ -49,12 +49,13 @@ async def read_stream(
 
     Raises:
         ValueError: no run has a stream there.
-        RuntimeError: the run refuses the request, drops you because you are too slow, or ends without an end event.
+        RuntimeError: the run refuses the request, drops you because you are too slow, or ends without an end event; or
+            another process listens on its port.
     """
     try:
         address = decode_json(Path(directory, STREAM), StreamAddress)
         reader, writer = await asyncio.open_connection(HOST, address.port, limit=LONGEST)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         text = f"{directory}: no run streams there; start it with execute.stream_port"
         raise ValueError(text) from None
     try:
@@ -70,6 +71,10 @@ async def read_stream(
             yield event
     except (asyncio.IncompleteReadError, ConnectionError):
         raise RuntimeError(f"{directory}: the run went away") from None
+    except (asyncio.LimitOverrunError, ValueError, RecursionError):  # of msgspec or UTF-8
+        raise RuntimeError(
+            f"{directory}: what listens on port {address.port} sends no events; is it another process?"
+        ) from None
     finally:
         writer.close()
 
@@ -78,9 +83,10 @@ async def _read_event(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Return the data of the next event, or None at the end."""
     text = await reader.readuntil(b"\n\n")
     name, _, data = text.rstrip(b"\n").partition(b"\ndata: ")
-    kind, facts = name.removeprefix(b"event: "), msgspec.json.decode(data)
+    kind = name.removeprefix(b"event: ")
+    facts = msgspec.json.decode(data, type=dict[str, Any])
     if kind == b"end":
         return None
     if kind == b"dropped":
         raise RuntimeError("tokens came faster than they were read, so the run dropped this reader")
-    return {"lost": facts["events"]} if kind == b"lost" else dict(facts)
+    return {"lost": facts.get("events")} if kind == b"lost" else facts
