@@ -251,10 +251,10 @@ def _noticed(
 
 
 @contextmanager
-def ray_cluster() -> Iterator[None]:
-    """Run a Ray cluster on this machine, if Ray is installed."""
+def ray_cluster() -> Iterator[int | None]:
+    """Run a Ray cluster on this machine, if Ray is installed; yield the process id of its head."""
     if find_spec("ray") is None:
-        yield
+        yield None
         return
     words = ["start", "--head", "--block", f"--port={RAY.partition(':')[2]}", "--num-cpus=16"]
     words += ["--include-dashboard=false"]
@@ -263,7 +263,7 @@ def ray_cluster() -> Iterator[None]:
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
         try:
-            yield
+            yield head.pid
         finally:
             head.terminate()
 
@@ -295,7 +295,7 @@ def execute(directory: Path, key: Key) -> Cell:
     place.mkdir()
     table = (HERE / "faults-executed.toml").read_text()
     (place / "run.toml").write_text(table + ("" if kind == "none" else _plan(seed)))
-    begun = time.time()
+    begun = time.monotonic()
     status = _run(place, system, seed, "begin")
     while status == -signal.SIGKILL:
         status = _run(place, system, seed, "resume")
@@ -322,7 +322,7 @@ def execute(directory: Path, key: Key) -> Cell:
         key=key,
         is_complete=status == 0 and (kind == "none" or len(struck) == len(KINDS)),
         hung=status == HUNG,
-        seconds=time.time() - begun,
+        seconds=time.monotonic() - begun,
         books=books,
         ledger=describe_faults(ledger_of_traces(traces)),
         noticed=noticed,

@@ -447,6 +447,30 @@ def test_control_code_is_told_the_time_and_never_asks(path: Path) -> None:
     assert imports_any(path, CLOCKS | {"numpy.random"}) == []
 
 
+WALL_CLOCK = re.compile(
+    r"\btime\.(time|time_ns|localtime|gmtime|strftime|ctime)\(|\.(now|utcnow|today)\(|from time import|st_mtime|getmtime"
+)
+AT_THE_WALL = {
+    "executor/faults.py": "instant of a fault, beside those of other processes",
+    "executor/launchers/ray_launcher.py": "deadline of a node, which Ray gives as a date; read once",
+    "executor/monitoring.py": "dates of points in MLflow",
+    "executor/subscribers/attach_requests.py": "names of requests of several machines",
+    "executor/transfer/shared_memory.py": "the file that was written last",
+    "sim/calibration/calibrate.py": "date of a calibration",
+    "sim/studies/finished_jobs.py": "whether a file changed",
+    "streamrl/cli/watch_run.py": "clock time of the end of a run",
+    "streamrl/hardware/calibration_file.py": "whether a file changed",
+    "streamrl/workload/data_files.py": "whether a file changed",
+}
+"""Files that read the wall clock or a date of a file, and for what. Durations and limits need time.monotonic: an
+administrator or NTP may set the wall clock by an hour."""
+
+
+def test_no_duration_or_limit_depends_on_the_wall_clock() -> None:
+    found = {name_of(path) for path in EVERYWHERE if WALL_CLOCK.search(path.read_text())}
+    assert found == AT_THE_WALL.keys()
+
+
 def is_set(node: ast.expr | None, names: set[str]) -> bool:
     """Return whether an expression is a set, as far as its own file tells."""
     match node:

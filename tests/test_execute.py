@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
 
@@ -184,6 +186,18 @@ def test_failed_rollouts_are_tried_again_or_dropped_with_a_reason(
     check_every_rollout_is_accounted_for(trace)
     assert measure(trace).num_steps == 4
     assert set(measure(trace).dropped) == ({"failed 1 times"} if are_dropped else set())
+
+
+def test_a_wall_clock_that_jumps_by_hours_changes_no_time_and_loses_no_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jumps, now = cycle((3600.0, -3600.0, 1e9)), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    began_at = time.monotonic()
+    trace = execute(real_run(tmp_path, execute__patience="5 s"), slowest=0.02)
+    times = [entry.time for entry in trace.entries]
+    assert times == sorted(times) and times[-1] < time.monotonic() - began_at
+    assert not any(isinstance(e.event, Failed | ReplicaLost | TrainerLost) for e in trace.entries)
 
 
 @pytest.mark.parametrize("seed", range(8))
