@@ -30,12 +30,12 @@ from typing import Any
 from benchmarks.bench_faults import COMMAND
 from benchmarks.fault_model import make_model
 from benchmarks.fault_results import SIMULATED, RolloutCounts, balance, read_traces
-from benchmarks.processes import ROLES, processes_of
+from benchmarks.processes import processes_of
 from streamrl.record.ledger import describe_faults
 from streamrl.record.restarts import ledger_of_traces
 
 HERE = Path(__file__).parent
-VICTIMS = ("driver", *ROLES)
+VICTIMS = ("driver", "replica", "trainer", "verifier", "prefork_server")
 COMBINATIONS = list(product(SIMULATED, ("strict-fifo", "greedy")))
 """Every system, with both orders of consumption. Each combination has at least one run."""
 APART = 8.0

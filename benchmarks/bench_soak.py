@@ -31,13 +31,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from benchmarks.bench_faults import ray_cluster
 from benchmarks.fault_model import make_model
 from benchmarks.fault_results import EXECUTED, KINDS
 from benchmarks.processes import WORKERS, processes_of
@@ -54,10 +55,11 @@ HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 MOST_GROWTH = 0.02
 """Largest accepted growth of a role's memory after the first tenth, as a share."""
-SETUPS = [
-    name for name in EXECUTED if name.startswith("stream-async") and not name.endswith("on Ray")
-]
-"""Back ends that run without a cluster."""
+EXTERNAL = "stream-async, external servers"
+SETUPS = [*(name for name in EXECUTED if name.startswith("stream-async")), EXTERNAL]
+"""Executed runs."""
+NUM_SERVERS = 2
+"""External servers, which are small ones of this process. Their memory does not count."""
 PROBE_STEPS = 200
 """Steps of the run that measures steps per minute on this machine. Its first half does not count.
 """
@@ -129,23 +131,51 @@ def main() -> None:
             simulation = [*COMMAND, *command]
             is_sound &= _soak("simulated", simulation, Path(name), arguments.steps)
         for number, setup in enumerate(arguments.setups if arguments.minutes else ()):
-            needs = EXECUTED[setup].needs
+            needs = None if setup == EXTERNAL else EXECUTED[setup].needs
             if needs is not None and find_spec(needs) is None:
                 print(json.dumps({"name": f"soak.executed.{setup}", "left out": needs}))
                 continue
             directory = Path(name) / str(number)
             directory.mkdir()
             make_model(directory)
-            command = execute(
-                arguments.minutes, directory, EXECUTED[setup].settings, arguments.executed_steps
-            )
-            most_time = None if arguments.executed_steps else 60 * LONGEST * arguments.minutes
-            is_sound &= _soak(
-                f"executed.{setup}", [*COMMAND, *command], directory, most_time=most_time
-            )
+            with _surroundings(setup, directory) as (settings, clusters):
+                command = execute(arguments.minutes, directory, settings, arguments.executed_steps)
+                most_time = None if arguments.executed_steps else 60 * LONGEST * arguments.minutes
+                is_sound &= _soak(
+                    f"executed.{setup}",
+                    [*COMMAND, *command],
+                    directory,
+                    most_time=most_time,
+                    clusters=clusters,
+                )
     left = sorted(_shared_memory() - before)
     print(json.dumps({"name": "soak.shared_memory", "value": len(left), "unit": "files left"}))
     sys.exit(0 if is_sound and not left else 1)
+
+
+@contextmanager
+def _surroundings(setup: str, directory: Path) -> Iterator[tuple[Sequence[str], Sequence[int]]]:
+    """Yield the settings of an executed run, and the heads of its clusters, while what it connects to is there."""
+    with ExitStack() as stack:
+        if setup == EXTERNAL:
+            from tests.sglang_server import SglangServer
+
+            servers = [
+                stack.enter_context(SglangServer(directory / "model")) for _ in range(NUM_SERVERS)
+            ]
+            urls = json.dumps([each.url for each in servers])
+            yield (
+                (
+                    *("policies.system=stream-async", "rollout.backend=external"),
+                    *("rollout.external.api=sglang", f"rollout.external.endpoints={urls}"),
+                ),
+                (),
+            )
+            return
+        settings, clusters = EXECUTED[setup].settings, []
+        if EXECUTED[setup].needs == "ray":
+            clusters = [each for each in [stack.enter_context(ray_cluster())] if each is not None]
+        yield settings, clusters
 
 
 def simulate(steps: int) -> list[str]:
@@ -229,6 +259,7 @@ def _soak(
     num_simulated: int = 0,
     *,
     most_time: float | None = None,
+    clusters: Sequence[int] = (),
 ) -> bool:
     """Run a command and print its growth; return whether it ended correctly and did not grow.
 
@@ -238,11 +269,12 @@ def _soak(
         directory: where its output is written.
         num_simulated: steps of a simulation; 0 for an executed run.
         most_time: seconds from its first step after which it is asked to end (SIGTERM); None for no limit.
+        clusters: processes whose descendants also belong to the command.
     """
     log = directory / f"{what}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
-        lives, seconds = _watch(process, log, most_time or inf)
+        lives, seconds = _watch(process, log, most_time or inf, clusters)
     text = log.read_text()
     told = _replay(directory / "run") if process.returncode == ENDED else text
     ledger_line = re.search(r"ledger: .*", told.replace("\n", " "))
@@ -275,13 +307,15 @@ def _replay(run: Path) -> str:
     return done.stdout
 
 
-def _watch(process: subprocess.Popen[bytes], log: Path, most_time: float) -> tuple[Lives, float]:
+def _watch(
+    process: subprocess.Popen[bytes], log: Path, most_time: float, clusters: Sequence[int]
+) -> tuple[Lives, float]:
     """Return the memory of each process of a command, read every second while it makes steps, and the seconds of these."""
     began_at, first_step_at, is_asked = time.monotonic(), 0.0, False
     lives: Lives = {}
     while process.poll() is None:
         now = time.monotonic() - began_at
-        for role, pids in processes_of(process.pid).items():
+        for role, pids in processes_of(process.pid, *clusters).items():
             for pid in pids:
                 with suppress(OSError, ValueError, IndexError):
                     own = Process(role, pid, _began(pid))
