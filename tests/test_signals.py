@@ -1,6 +1,7 @@
 """A signal in any phase of a run on any back end: a checkpoint, the right status, one line, and nothing left.
 
 Every pair of a phase and a back end is run, every pair of a phase and a signal, and every pair of a back end and a signal.
+Each process also gets each signal while weights, or a checkpoint, are half written.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ from typing import NamedTuple
 
 import pytest
 
+from streamrl.engine.trace import read_trace
 from streamrl.executor.checkpoint_export import choose_checkpoint
+from streamrl.executor.checkpoints import Checkpoints
+from streamrl.executor.checksums import find_damage
+from streamrl.record.ledger import describe_faults
+from streamrl.record.restarts import ledger_of_run
+from streamrl.record.run_directory import read_metrics
 from tests.sglang_server import SglangServer
-from tests.signalled_run import LEAST_VERSION, PHASES
+from tests.signalled_run import LEAST_VERSION, MISSED, PHASES, WRITINGS
+from tests.test_end_to_end import SYMBOLS
 from tests.test_external import write_run
+from tests.tiny_model import WIDE_HEADS, tiny_model
 
 pytestmark = pytest.mark.signals
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTERM,SIGTERM")
@@ -163,3 +172,89 @@ def check(case: Case, done: subprocess.CompletedProcess[str], output: Path) -> N
         assert saved == found[1], last
     if saved is not None:
         assert choose_checkpoint(output, "last").version == int(saved)
+
+
+# While weights or a checkpoint are half written -----------------------------------------------------
+
+SINGLE_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGSTOP", "SIGKILL")
+LARGE = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048}
+"""A model of 100 MB, of which a checkpoint has three times as much: it takes a second to write."""
+RELAYED = ("sync.mode=delta", "model.dtype=bfloat16", "rollout.replicas=2")
+
+
+class Strike(NamedTuple):
+    """A signal to one process while something is written."""
+
+    writing: str
+    role: str
+    signal: str
+
+
+STRIKES = [
+    Strike(writing, role, name)
+    for writing in WRITINGS
+    for role in ("driver", "trainer", "replica", "relay")
+    for name in SINGLE_SIGNALS
+    if role != "relay" or writing == "writing-weights"
+]
+
+
+def checkpoints_are_whole(output: Path) -> bool:
+    """Return whether each checkpoint is whole or absent, and nothing half written is left."""
+    place = output / "checkpoints"
+    whole = Checkpoints(place)
+    left = [path.name for path in place.iterdir() if path.name.startswith(".")]
+    return not left and all(
+        not find_damage(whole.path_of(version), reads_all=True) for version in whole.versions()
+    )
+
+
+@pytest.mark.parametrize("strike", STRIKES, ids=lambda strike: "-".join(strike))
+def test_a_signal_while_weights_or_a_checkpoint_are_written_loses_nothing(
+    tmp_path: Path, strike: Strike
+) -> None:
+    mark, output = uuid.uuid4().hex, tmp_path / "run"
+    file = write_run(tmp_path, ["http://127.0.0.1:1"], api="sglang")
+    file.write_text(file.read_text().partition("[rollout.external]")[0])
+    own = {"max_position_embeddings": 64, **WIDE_HEADS, **LARGE, "num_attention_heads": 8}
+    model = tiny_model(len(SYMBOLS), **own, pad_token_id=0, eos_token_id=1)
+    model.save_pretrained(tmp_path / "model")
+    changes = [
+        *(f"algorithm.steps={STEPS}", "rollout.replicas=1", f"execute.grace={GRACE} s"),
+        *("execute.checkpoint_every=1", "policies.system=stream-sync", "execute.patience=20 s"),
+        *(("cluster.pools.local.gpus_per_node=4", *RELAYED) if strike.role == "relay" else ()),
+    ]
+    words = ["execute", str(file), *(word for each in changes for word in ("--set", each))]
+
+    def run(*before: str) -> subprocess.CompletedProcess[str]:
+        left = tmp_path / "left"
+        done = subprocess.run(
+            [*with_own_shared_memory(left), sys.executable, *before, *words],
+            env=os.environ | {MARK: mark},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        wait_until_gone(mark)
+        assert not left.exists() or left.read_text() == ""
+        return done
+
+    done = run("-m", "tests.signalled_run", strike.writing, f"{strike.signal}@{strike.role}")
+    assert done.returncode != MISSED, "all was written before the signal"
+    number = signal.Signals[strike.signal]
+    ends = strike.role == "driver" and strike.signal != "SIGSTOP"
+    if ends and strike.signal != "SIGKILL":
+        check(Case("torch", "push", strike.signal), done, output)
+    elif not ends:
+        assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    if ends:
+        assert done.returncode in (128 + number, -number)
+        words.append("--resume")
+        done = run("-c", "from streamrl.cli import main; main()")
+        assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+    assert checkpoints_are_whole(output)
+    versions = [line["step"] for line in read_metrics(output) if "step" in line]
+    assert versions == [*range(1, STEPS + 1)]
+    ledger = ledger_of_run(read_trace(output / "trace.jsonl"), output)
+    assert ledger.is_balanced, describe_faults(ledger)
