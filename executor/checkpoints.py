@@ -208,7 +208,7 @@ def _read_position(path: Path) -> Position:
     """
     try:
         position = msgspec.json.decode((path / POSITION).read_bytes(), type=Position)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{POSITION}: {error}") from None
     if path.name != f"v{position.version:06d}":
         raise ValueError(f"{POSITION} is of version {position.version}")

@@ -63,7 +63,7 @@ def find_unlisted(directory: Path) -> str:
     """
     try:
         listed = {CHECKSUMS, *_read(directory)}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{directory / CHECKSUMS}: {error}") from None
     found = {
         file.relative_to(directory).as_posix()
@@ -82,7 +82,7 @@ def _read(directory: Path) -> dict[str, Written]:
 def _damages(directory: Path, reads_all: bool) -> Iterator[str]:
     try:
         written = _read(directory)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         yield f"{CHECKSUMS}: {error}"
         return
     for name, expected in written.items():

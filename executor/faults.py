@@ -54,10 +54,18 @@ class StruckFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_struck(directory: Path) -> list[StruckFault]:
-    """Return the faults that were injected into a run."""
-    path = directory / FAULTS
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=StruckFault) for line in lines]
+    """Return the faults that were injected into a run.
+
+    Raises:
+        ValueError: a line of faults.jsonl cannot be read.
+    """
+    path, found = directory / FAULTS, []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        try:
+            found.append(msgspec.json.decode(line, type=StruckFault))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not an injected fault: {error}") from None
+    return found
 
 
 class Exposed(Handle):

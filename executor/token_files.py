@@ -148,7 +148,7 @@ def _split(data: bytes) -> Iterator[TokenRecord]:
             return
         try:
             head, checksum = _DECODER.decode(said)
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             return
         tokens = data[end : end + TOKEN_BYTES * head.num_tokens]
         if head.num_tokens < 1 or crc32(tokens) != checksum:

@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests import fuzzing
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Threads of numpy, scikit-learn and torch, read at their import. The matrices of tests are small, and processes share
 the cores: a second thread of each would spend its CPU time waiting for a core.
@@ -33,3 +35,10 @@ def ray_ends_with_its_file() -> Iterator[None]:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.shutdown()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many inputs `make fuzz` has tried."""
+    if fuzzing.EXAMPLES:
+        count, tests = sum(fuzzing.inputs.values()), len(fuzzing.inputs)
+        terminalreporter.write_line(f"{count:,} inputs of {tests} readers' tests")

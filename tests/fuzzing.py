@@ -6,6 +6,7 @@ import copy
 import os
 import resource
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -22,6 +23,9 @@ MOST_SECONDS = 10.0
 """CPU seconds in which an input must be read or refused. Time in which other processes run does not count."""
 MOST_MEMORY = 2 << 30
 """Bytes that a process may have had in memory after any input."""
+
+inputs: Counter[str] = Counter()
+"""Inputs of each test of this process."""
 
 T = TypeVar("T", bound=Callable[..., None])
 
@@ -48,6 +52,7 @@ def _within_limits(test: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(test)
     def run(*values: Any, **named: Any) -> None:
+        inputs[test.__name__] += 1
         with cpu_limit():
             test(*values, **named)
         for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):

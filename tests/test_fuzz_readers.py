@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import re
+import shutil
 import tomllib
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import tomli_w
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import save
 
+from streamrl.cli.profile_check import _READERS, check_all
 from streamrl.executor.environment.http_environments import read_answer
 from streamrl.executor.environment.mcp_client import read_message
 from streamrl.executor.environment.tool_calls import FORMATS, find_tool_calls
+from streamrl.executor.expert_choices import decode_choices, encode_choices
+from streamrl.executor.faults import FAULTS, read_struck
+from streamrl.executor.prompt_probe import read_probe
+from streamrl.executor.rollout.server_api import AnswerError, make_api, read_part
+from streamrl.executor.subscribers.attach_requests import (
+    ControlFiles,
+    read_attached,
+    with_attached,
+    write_attached,
+)
+from streamrl.executor.subscribers.counting_trainer import COUNTS
+from streamrl.executor.subscribers.counting_trainer import _read as _read_counts
+from streamrl.executor.subscribers.stream_client import _read_event
 from streamrl.executor.token_files import KeptTokens, read_records, write_record
-from streamrl.hardware.calibration_file import named_calibration
+from streamrl.executor.transfer.delta import WIDTHS, decode_delta, encode_delta
+from streamrl.executor.transfer.shared_memory import tensors_of
+from streamrl.hardware.calibration_file import Calibration, named_calibration, write_calibration
+from streamrl.hardware.hugging_face import read_model_directory
+from streamrl.hardware.measured_profile import read_measured, write_measured
+from streamrl.hardware.profiles import PROFILES, read_profile
 from streamrl.logs.agent_logs import assumed_tokens, read_agent_log, write_episodes
 from streamrl.logs.framework_logs import read_measured_file
+from streamrl.logs.measured_steps import parse_steps
 from streamrl.logs.recorded_rollouts import read_rollouts
-from streamrl.ranker.text_ranker import read_ranker
+from streamrl.ranker.score_files import read_known
+from streamrl.ranker.text_ranker import fit_text, read_ranker, write_ranker
+from streamrl.record.run_directory import ATTACHED
 from streamrl.report.against_report import read_comparison
 from streamrl.report.jobs_report import jobs_report
 from streamrl.report.study_report import read_study
+from streamrl.runfile.distribution_words import read_distribution
+from streamrl.runfile.files import load_run, make_run, read_recorded_run, write_run
 from streamrl.runfile.jobs_file import load_jobs
 from streamrl.runfile.list_prices import PRICES, read_sheets
 from streamrl.runfile.result_files import check_results, write_results
+from streamrl.runfile.short_forms import read_offer
+from streamrl.runfile.staleness_study import read_staleness_model
+from streamrl.runfile.sweep import parse_axis
+from streamrl.runfile.units import Bandwidth, Duration, Size
+from streamrl.sim.fidelity.gate import read_partitions
 from streamrl.sim.jobs.plan import plan_data, read_cluster_plan
 from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.sim.studies.finished_jobs import FINISHED, FinishedJobs
+from streamrl.workload.data_files import read_csv
 from streamrl.workload.workload import SimulatedWorkload
 from tests import made_logs
+from tests.command_line import streamrl
 from tests.fuzzing import EXAMPLES, altered, cpu_limit, fuzzed, mangled
+from tests.measured_profile import SHAPE, make_profile, model_directory
 from tests.report_directories import STUDY, write_study
-from tests.runs import small_run
+from tests.runs import make_table, small_run
+from tests.scripted import make_world
 from tests.test_agent_logs import EVENTS, MESSAGES, STEPS, TIMED
 from tests.test_calibration_file import FACTORS
+from tests.test_execute import real_run
 from tests.test_fuzz import as_json, as_table, fresh, refusing
 from tests.test_job_schedule import made_plan
 from tests.test_kept_tokens import record
 from tests.test_plan import few, planned
+from tests.test_staleness_study import RUNS
 from tests.test_sweep import ROW
 from tests.test_tools import CALLS, SCHEMAS
 
@@ -285,3 +329,377 @@ def test_saved_tokens_are_taken_over_or_left_out(place: Path, data: st.DataObjec
         assert each.head == made.head
     kept = KeptTokens(directory, 4, 10, is_open=lambda _: True)
     assert kept.num_tokens in (0, 3)
+
+
+# Files beside a run, and files of profiles ----------------------------------------------------------
+
+SMALL_FILES: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+    ATTACHED: (
+        b'{"followers":[{"name":"late","pool":"near"}],"away":["a"],"promoted":"","leads_from":2}',
+        lambda path: with_attached(small_run(), path.parent),
+    ),
+    FAULTS: (
+        b'{"fault":0,"kind":"disk-full","step":2,"leg":1,"time":1.5,"unix_time":1700000000.0}\n'
+        * 2,
+        lambda path: read_struck(path.parent),
+    ),
+    COUNTS: (b'{"version":3,"rollouts":9,"tokens":70}', lambda path: _read_counts(path.parent)),
+    "staleness.json": (
+        as_json({"task": "sums", "target_reward": 0.8, "runs": RUNS}),
+        lambda path: read_staleness_model(str(path), "token-tis"),
+    ),
+    "errors.csv": (
+        b"set,group,rows,median,p90,in_band,half_band\nsteps,dense,7,0.1,0.2,0.8,0.3\nsteps,moe,7,0.1,0.2,,\n",
+        read_partitions,
+    ),
+    "known.csv": (
+        b"prompt_id,output_tokens,text,family\na,5,one,sums\nb,7,two,\n",
+        read_known,
+    ),
+    "steps.csv": (
+        b"step,step_time,generation\n1,2.5,1.5\n2,2.25,\n",
+        lambda path: parse_steps(str(path), read_csv(path)),
+    ),
+}
+
+
+@fuzzed()
+@given(st.data())
+def test_small_files_beside_a_run_are_read_or_refused(place: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(SMALL_FILES)))
+    written, read = SMALL_FILES[name]
+    path = fresh(place) / name
+    path.write_bytes(written)
+    read(path)
+    if written[:1] == b"{" and data.draw(st.booleans()):
+        path.write_bytes(as_json(data.draw(altered(json.loads(written.splitlines()[0])))))
+    else:
+        path.write_bytes(data.draw(mangled(written)))
+    refusing(lambda: read(path))
+
+
+REQUEST = {"type": "Notice", "replicas": [0, 1], "warning": 30.0, "replacement_time": 60.0}
+
+
+@fuzzed(SHARE)
+@given(altered(REQUEST).map(as_json) | mangled(as_json(REQUEST)))
+def test_a_request_to_a_run_is_taken_once_or_refused(place: Path, data: bytes) -> None:
+    control = ControlFiles(fresh(place))
+    (control._path / "1-2.json").write_bytes(data)
+    assert len([*control.take()]) == 1 and not [*control.take()]
+
+
+EVENT = b'event: rollout\ndata: {"rollout":3,"text":"odd","reward":1.0}\n\n'
+
+
+@fuzzed(SHARE)
+@given(mangled(EVENT))
+def test_an_event_of_a_stream_is_read_or_refused(data: bytes) -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        while await _read_event(reader) is not None:
+            pass
+
+    refusing(
+        lambda: asyncio.run(read()), errors=(ValueError, RuntimeError, asyncio.IncompleteReadError)
+    )
+
+
+PARTS: dict[str, Any] = {
+    "sglang": {
+        "meta_info": {
+            "completion_tokens": 2,
+            "output_token_logprobs": [[-0.5, 3], [-0.25, 4]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "7",
+        }
+    },
+    "vllm": {
+        "choices": [
+            {
+                "token_ids": [3, 4],
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                "finish_reason": "stop",
+            }
+        ]
+    },
+}
+
+
+@fuzzed()
+@given(st.sampled_from(sorted(PARTS)), st.data())
+def test_an_event_of_an_external_server_has_tokens_or_is_refused(
+    name: str, data: st.DataObject
+) -> None:
+    def check() -> None:
+        part = read_part(make_api(name), data.draw(altered(PARTS[name])), 0, 32)
+        assert all(type(token) is int and 0 <= token < 32 for token in part.tokens)
+        assert len(part.tokens) == len(part.logprobs) and all(map(isfinite, part.logprobs))
+
+    refusing(check, errors=(ValueError, RuntimeError, AnswerError))
+
+
+@fuzzed(SHARE)
+@given(st.binary(max_size=200), st.integers(0, 200), st.sampled_from(WIDTHS), st.data())
+def test_a_delta_is_applied_or_refused(
+    place: Path, old: bytes, at: int, width: int, data: st.DataObject
+) -> None:
+    base, new = (fresh(place) / "weights" for _ in range(2))
+    base.write_bytes(old)
+    new.write_bytes(old[:at] + bytes(len(old[at:])))
+    delta = encode_delta(base, new, width)
+    assert b"".join(decode_delta(base, delta)) == new.read_bytes()
+    refusing(lambda: b"".join(decode_delta(base, data.draw(mangled(delta)))))
+    refusing(lambda: decode_choices(data.draw(mangled(encode_choices(2, CHOICES)))))
+
+
+CHOICES = np.arange(24, dtype=np.int16).reshape(3, 4, 2)
+TENSORS = save({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)})
+
+
+@fuzzed(SHARE)
+@given(mangled(TENSORS[:200]).map(lambda head: head + TENSORS[200:]) | mangled(TENSORS))
+def test_weight_files_are_read_or_refused(place: Path, data: bytes) -> None:
+    path = fresh(place) / "model.safetensors"
+    path.write_bytes(data)
+    (path.parent / "config.json").write_text(json.dumps(SHAPE))
+    refusing(lambda: [*tensors_of(path)], errors=(ValueError, SafetensorError))
+    refusing(lambda: read_model_directory(path.parent))
+    (path.parent / "model.safetensors.index.json").write_bytes(data)
+    refusing(lambda: read_model_directory(path.parent))
+
+
+OPTIONS: list[tuple[str, Callable[[str], object]]] = [
+    ("2x16xH100@2.20/1 with 1600Gbps,8xH100@lambda,16xH800@owned", read_offer),
+    ("rollout.replicas=1,2; trainer.data_parallel=[1,2],3", parse_axis),
+    ("median 5.2 s, p99 81 s, max 2 min", lambda x: read_distribution("key", x, is_time=True)),
+    ("mean 1k, p95 3k, max 8k", lambda x: read_distribution("key", x, is_time=False)),
+    *(
+        (text, kind.parse)
+        for kind, text in (
+            (Duration, "1.5 h"),
+            (Bandwidth, "400 GB/s"),
+            (Bandwidth, "80 Gbps"),
+            (Size, "12 GiB"),
+        )
+    ),
+]
+
+
+@fuzzed()
+@given(st.sampled_from(OPTIONS), st.data())
+def test_a_text_of_an_option_is_read_or_refused(
+    option: tuple[str, Callable[[str], object]], data: st.DataObject
+) -> None:
+    text, read = option
+    read(text)
+    changed = data.draw(mangled(text.encode())).decode(errors="replace")
+    refusing(lambda: read(data.draw(st.sampled_from([changed, f"{changed},{text}"]))))
+
+
+def test_a_ranker_that_was_fitted_reads_back_equal_or_is_refused(place: Path) -> None:
+    pytest.importorskip("sklearn", reason="the ranker is an extra")
+    from tests.test_text_ranker import prompts, targets
+
+    known = prompts(40)
+    texts, wanted = targets(known)
+    ranker, path = fit_text(texts, wanted), fresh(place) / "ranker.npz"
+    write_ranker(path, ranker)
+    assert read_ranker(path).score(texts).tolist() == ranker.score(texts).tolist()
+    whole = path.read_bytes()
+
+    @fuzzed(0.2)
+    @given(mangled(whole[:2000]).map(lambda head: head + whole[2000:]) | mangled(whole))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        refusing(lambda: read_ranker(path).score(texts))
+        assert read_probe(path) is None
+
+    check()
+
+
+SHIPPED = [
+    path
+    for pattern, _ in _READERS
+    for path in sorted(PROFILES.glob(pattern))[:3]
+    if path.stat().st_size < 100_000
+]
+
+
+@fuzzed()
+@given(st.sampled_from(SHIPPED), st.data())
+def test_a_profile_of_a_folder_is_read_or_refused(
+    place: Path, shipped: Path, data: st.DataObject
+) -> None:
+    path = fresh(place) / shipped.relative_to(PROFILES)
+    path.parent.mkdir(parents=True)
+    written = shipped.read_bytes()
+    if shipped.suffix == ".toml" and data.draw(st.booleans()):
+        try:
+            written = tomli_w.dumps(data.draw(altered(as_table(shipped)))).encode()
+        except (TypeError, ValueError):
+            return
+    else:
+        written = data.draw(mangled(written))
+    path.write_bytes(written)
+    (verdict,) = check_all(place / path.relative_to(place).parts[0])
+    assert verdict.is_good or all("\n" not in note for note in verdict.notes)
+
+
+@fuzzed(SHARE)
+@given(st.data())
+def test_a_run_file_with_a_base_is_read_or_refused(place: Path, data: st.DataObject) -> None:
+    directory, table = fresh(place), make_table()
+    base = {"base": "base.toml", **{key: table.pop(key) for key in ("algorithm", "rollout")}}
+    tables = {"run.toml": base, "base.toml": table}
+    changed = data.draw(st.sampled_from(sorted(tables)))
+    tables[changed] = data.draw(altered(tables[changed]))
+    try:
+        for name, each in tables.items():
+            (directory / name).write_text(tomli_w.dumps(each), encoding="utf-8")
+    except (TypeError, ValueError):
+        return
+    refusing(lambda: load_run(directory / "run.toml"))
+
+
+# Commands on a run directory ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an executed run that was stopped and resumed once, with evaluations and checkpoints."""
+    directory = tmp_path_factory.mktemp("executed")
+    model_directory(directory)
+
+    def execute(steps: int, *, resume: bool) -> None:
+        run = real_run(
+            directory,
+            algorithm__steps=steps,
+            execute__checkpoint_every=2,
+            evaluation={"prompts": str(directory / "prompts.jsonl"), "every": 2},
+        )
+
+        async def go() -> None:
+            world = make_world(run, {"slowest": 0.01}, resume)
+            with contextlib.closing(world._directory):
+                await world.run()
+
+        asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+    execute(4, resume=False)
+    execute(6, resume=True)
+    write_run(read_recorded_run(directory / "run" / "run.json"), directory / "run.toml")
+    return directory / "run"
+
+
+READERS_OF_A_RUN: tuple[tuple[str, ...], ...] = (
+    ("report", "RUN", "--json"),
+    ("report", "RUN", "-o", "OUT/page.html"),
+    ("compare", "RUN", "--json"),
+    ("replay", "RUN"),
+    ("samples", "RUN", "--json"),
+    ("lengths", "RUN", "--json"),
+    ("import", "RUN", "-o", "OUT/imported"),
+    ("diff", "RUN", "WHOLE", "--json"),
+    ("calibrate", "FILE", "RUN", "--json"),
+    ("diagnose", "RUN", "--json"),
+    ("checkpoint", "list", "RUN", "--json"),
+    ("detach", "RUN", "late"),
+    ("ranker", "fit", "RUN", "-o", "OUT/ranker"),
+)
+
+
+def not_a_number(text: str) -> Any:
+    raise AssertionError(f"the JSON has {text}")
+
+
+@fuzzed(SHARE)
+@given(st.data())
+def test_commands_read_or_refuse_a_damaged_run(
+    place: Path, executed: Path, data: st.DataObject
+) -> None:
+    directory = fresh(place)
+    shutil.copytree(executed, run := directory / "run")
+    files = sorted(path for path in run.rglob("*") if path.is_file() and path.suffix != ".log")
+    path = data.draw(st.sampled_from(files))
+    match data.draw(st.sampled_from(["gone", "mangled", "altered", "altered", "empty"])):
+        case "gone":
+            path.unlink()
+        case "empty":
+            path.write_bytes(b"")
+        case "altered" if path.suffix in (".json", ".jsonl"):
+            lines = path.read_bytes().splitlines()
+            at = data.draw(st.integers(0, max(0, len(lines) - 1)))
+            lines[at : at + 1] = [
+                as_json(data.draw(altered(json.loads(line)))) for line in lines[at : at + 1]
+            ]
+            path.write_bytes(b"\n".join(lines) + b"\n")
+        case _:
+            path.write_bytes(data.draw(mangled(path.read_bytes())))
+    words = data.draw(st.sampled_from(READERS_OF_A_RUN))
+    places = {"RUN": run, "OUT": directory, "WHOLE": executed, "FILE": executed.parent / "run.toml"}
+    done = streamrl(
+        *(re.sub("RUN|OUT|WHOLE|FILE", lambda name: str(places[name[0]]), w) for w in words)
+    )
+    assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 or done.stderr.strip() or done.stdout.strip()
+    if done.returncode == 0 and words[-1] == "--json":
+        json.loads(done.stdout, parse_constant=not_a_number)
+
+
+def _write_toml(path: Path, table: dict[str, Any]) -> None:
+    """Write a table; raise `ValueError` if it is no TOML."""
+    try:
+        path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+# What is read is written back -----------------------------------------------------------------------
+
+
+@fuzzed(SHARE)
+@given(st.data())
+def test_what_is_accepted_reads_back_equal(place: Path, data: st.DataObject) -> None:
+    """A run file, a calibration, a measured profile, counts of a run and a plan of several jobs."""
+    directory = fresh(place)
+    model = model_directory(directory / "model")
+
+    def a_run() -> None:
+        run = make_run(data.draw(altered(make_table())))
+        write_run(run, directory / "run.toml")
+        assert load_run(directory / "run.toml") == run
+
+    def a_calibration() -> None:
+        path = directory / "calibration.toml"
+        _write_toml(path, data.draw(altered(tomllib.loads(FACTORS))))
+        text = write_calibration(read_profile(path, Calibration))
+        path.write_text(text, encoding="utf-8")
+        assert write_calibration(read_profile(path, Calibration)) == text
+
+    def a_profile() -> None:
+        path = directory / "profile.toml"
+        write_measured(make_profile(model), path)
+        _write_toml(path, data.draw(altered(as_table(path))))
+        write_measured(read_measured(path), path)
+        text = path.read_text()  # numbers have six digits
+        write_measured(read_measured(path), path)
+        assert path.read_text() == text
+
+    def attached() -> None:
+        table = data.draw(altered(json.loads(SMALL_FILES[ATTACHED][0])))
+        (directory / ATTACHED).write_bytes(as_json(table))
+        first = read_attached(directory)
+        write_attached(directory, first)
+        assert read_attached(directory) == first
+
+    def jobs() -> None:
+        path = directory / "cluster.json"
+        path.write_bytes(as_json(data.draw(altered(json.loads(plan_data(made_plan()))))))
+        first = read_cluster_plan(path)
+        path.write_bytes(plan_data(first))
+        assert read_cluster_plan(path) == first
+
+    refusing(data.draw(st.sampled_from([a_run, a_calibration, a_profile, attached, jobs])))

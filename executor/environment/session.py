@@ -148,7 +148,7 @@ class Session:
             raise WorkerLostError("the process of the environment has ended")
         try:
             answer = msgspec.json.decode(line, type=Answer)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:  # of msgspec or UTF-8
             raise EnvironmentFaultError(f"the answer of the environment: {error}") from None
         if not secrets.compare_digest(answer.id.encode(), own.encode()):
             raise EnvironmentFaultError(
@@ -450,7 +450,7 @@ async def _description(reader: asyncio.StreamReader, log: Path) -> Description:
         async with asyncio.timeout(IMPORT_TIME):
             line = await reader.readline()
         described = msgspec.json.decode(line, type=Description)
-    except (TimeoutError, ConnectionError, ValueError, msgspec.MsgspecError):
+    except (TimeoutError, ConnectionError, ValueError, RecursionError):
         raise EnvironmentFaultError(f"its process did not start; see {log}") from None
     if described["fault"] is not None:
         raise EnvironmentFaultError(described["fault"])

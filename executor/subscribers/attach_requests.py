@@ -57,7 +57,7 @@ def read_attached(directory: Path) -> Attached:
         return msgspec.json.decode(path.read_bytes(), type=Attached)
     except FileNotFoundError:
         return Attached()
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, error) from None
 
 
@@ -77,7 +77,7 @@ def with_attached(run: Run, directory: Path) -> Run:
             try:
                 run = with_secondary_trainer(run, section)
                 check_run(run)
-            except (ValueError, TypeError, msgspec.MsgspecError) as error:
+            except (ValueError, TypeError) as error:
                 raise _unreadable(directory / ATTACHED, error) from None
     return run
 
@@ -176,7 +176,7 @@ class ControlFiles:
                 continue
             try:
                 yield path, msgspec.json.decode(content, type=ControlRequest)
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # of msgspec or UTF-8
                 yield path, ValueError(f"no request: {error}")
 
     def answer(self, path: Path, answer: ControlAnswer) -> None:

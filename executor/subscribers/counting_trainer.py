@@ -106,6 +106,6 @@ class CountingTrainer(TrainerRole):
 def _read(checkpoint: Path) -> Tally:
     try:
         return msgspec.json.decode((checkpoint / COUNTS).read_bytes(), type=Tally)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         text = f"{checkpoint}: this is no checkpoint of a trainer that only counts: {error}"
         raise ValueError(text) from None

@@ -156,7 +156,9 @@ class ForkServerProcess:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Deliver replies until the process closes the connection or sends an invalid reply."""
-        with suppress(ValueError, ConnectionError):  # an invalid reply also ends the process
+        with suppress(
+            ValueError, RecursionError, ConnectionError
+        ):  # an invalid reply also ends the process
             while line := await reader.readline():
                 reply = msgspec.json.decode(line, type=Reply)
                 self.has_answered = True

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from streamrl.runfile.result_files import replacing
 from streamrl.sim.fidelity.published_rows import Row, Summary, grouped, summarise
+from streamrl.workload.data_files import parse_number, read_csv
 
 PARTITIONS = "fidelity-partitions.csv"
 RISE = 0.05
@@ -73,11 +74,16 @@ def read_partitions(path: Path) -> Partitions:
     Raises:
         ValueError: the file is no such table.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        table = csv.DictReader(file)
-        if tuple(table.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path} must have the columns {', '.join(COLUMNS)}")
-        return {(line["set"], line["group"]): _read_line(line) for line in table}
+    rows = read_csv(path)
+    if not rows or tuple(rows[0]) != COLUMNS:
+        raise ValueError(f"{path} must have the columns {', '.join(COLUMNS)}, and rows")
+    found: Partitions = {}
+    for number, row in enumerate(rows, start=1):
+        try:
+            found[row["set"], row["group"]] = _read_row(row)
+        except (TypeError, ValueError) as error:  # of a cell that is missing, or no number
+            raise ValueError(f"{path}: row {number} is no row of errors: {error}") from None
+    return found
 
 
 def worsened(sets: Mapping[str, Sequence[Row]], before: Partitions) -> Iterator[str]:
@@ -143,9 +149,9 @@ def _partition(found: Summary) -> Partition:
     return Partition(found.rows, median, p90, in_band, half_band)
 
 
-def _read_line(line: Mapping[str, str]) -> Partition:
+def _read_row(row: Mapping[str, str]) -> Partition:
     in_band, half_band = (
-        float(line[key]) if line[key] else None for key in ("in_band", "half_band")
+        parse_number(row[key]) if row[key] else None for key in ("in_band", "half_band")
     )
-    median, p90 = float(line["median"]), float(line["p90"])
-    return Partition(int(line["rows"]), median, p90, in_band, half_band)
+    median, p90 = parse_number(row["median"]), parse_number(row["p90"])
+    return Partition(int(row["rows"]), median, p90, in_band, half_band)

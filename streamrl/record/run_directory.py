@@ -144,7 +144,7 @@ def _read(
                 kept = [each for each in kept if stays(each[0], mark)]
             else:
                 kept.append((msgspec.convert(line, Counted), line))
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: the line is not from a run: {error}") from None
     return [line for counted, line in kept if last is None or stays(counted, last)]
 

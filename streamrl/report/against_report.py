@@ -347,7 +347,7 @@ def read_comparison(path: Path) -> AgainstFile:
         return AgainstFile(names=names, against=msgspec.json.decode(data, type=Against))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a run set against another: {error}") from None
 
 

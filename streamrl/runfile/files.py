@@ -276,7 +276,7 @@ def decode_run(data: bytes) -> Run:
         return msgspec.json.decode(data, type=Run, dec_hook=_restore_quantity)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
-    except (msgspec.MsgspecError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
 
 

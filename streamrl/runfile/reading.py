@@ -168,12 +168,14 @@ def decode_json(path: Path | str, kind: type[_Kind]) -> _Kind:
 
     Raises:
         OSError: it cannot be read; `UnreadableError` if it is too large.
-        msgspec.MsgspecError: it is no JSON or another struct, or nested too deeply.
+        msgspec.MsgspecError: it is no JSON or another struct, not UTF-8, or nested too deeply.
     """
     try:
         return msgspec.json.decode(read_bytes(path), type=kind)
     except RecursionError:
         raise msgspec.DecodeError("its values are nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def check_values(text: str) -> None:

@@ -181,7 +181,7 @@ def _read_sets(directory: Path) -> list[ResultSet]:
         return msgspec.json.decode(read_regular(path), type=list[ResultSet])
     except FileNotFoundError:
         return []
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not a list of results: {error}; remove it") from None
 
 

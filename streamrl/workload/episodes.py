@@ -352,7 +352,7 @@ def read_episodes(path: Path) -> dict[int, RecordedEpisode]:
     for number, line in enumerate(lines, start=1):
         try:
             record = msgspec.json.decode(line, type=RecordedEpisode)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: the line is not from a run: {error}") from None
         if record.rollout is not None and record.is_timed:
             found[record.rollout] = record
