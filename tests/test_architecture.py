@@ -448,7 +448,7 @@ def test_control_code_is_told_the_time_and_never_asks(path: Path) -> None:
 
 
 WALL_CLOCK = re.compile(
-    r"\btime\.(time|time_ns|localtime|gmtime|strftime|ctime)\(|\.(now|utcnow|today)\(|from time import|st_mtime|getmtime"
+    r"\btime\.(time|time_ns|localtime|gmtime|strftime|ctime)\(|\.(now|utcnow)\(|from time import|st_mtime|getmtime"
 )
 AT_THE_WALL = {
     "executor/faults.py": "instant of a fault, beside those of other processes",
