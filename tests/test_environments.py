@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from streamrl.executor.environment.http_environments import NemoGym, OpenEnv
 from streamrl.executor.environment.retry import Retry
+from streamrl.executor.environment.session import EnvironmentFaultError, Session
 from streamrl.runfile.errors import RunError
 from streamrl.runfile.files import make_run
 from tests.runs import make_table
@@ -30,6 +33,35 @@ def test_the_last_attempt_ends_the_episode() -> None:
     retry.reset({"prompt": "2+2=", "answer": "4"})
     assert retry.step("5")[2] is False
     assert retry.step("6") == (None, 0.0, True)
+
+
+class SayingHost:
+    """Opens environments whose process says one line, whatever it is asked."""
+
+    start_time_limit = 10.0
+
+    def __init__(self, line: bytes) -> None:
+        self._line = line
+
+    async def open(self) -> tuple[int, asyncio.StreamReader, Any]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(self._line)
+        return 1, reader, io.BytesIO()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"id": "\xff", "fault": "\xff"}\n',
+        b'{"x":' + b"[" * 10_000 + b"\n",
+        b'{"id": "a"}\n',
+        b"7\n",
+    ],
+)
+def test_whatever_an_environments_process_says_ends_its_own_episode_alone(line: bytes) -> None:
+    session = Session(SayingHost(line))  # type: ignore[arg-type]  # only `open` is asked
+    with pytest.raises(EnvironmentFaultError, match="answer"):
+        asyncio.run(session.reset({"prompt": "a"}))
 
 
 class Server(BaseHTTPRequestHandler):
