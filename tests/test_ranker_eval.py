@@ -213,3 +213,19 @@ def test_real_rankers_on_real_lengths_have_the_recall_that_was_published_of_them
         both = found[f"ensemble + {num}"]
         error = both.recall_error[family]["0.2"]
         assert both.recall[family]["0.2"] >= max(recall["ensemble"], recall[num]) - error
+
+
+def test_prompts_that_are_too_few_for_a_text_ranker_leave_out_this_ranker_alone(
+    tmp_path: Path,
+) -> None:
+    rows = "".join(f"{n},{100 + n},number {n}\n" for n in range(5) for _ in range(2))
+    path = write(tmp_path / "lengths.csv", f"prompt_id,output_tokens,text\n{rows}")
+    done = streamrl("ranker", "eval", path, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["ranker"] for line in done.stdout.splitlines()] == [
+        "prompt length",
+        "hindsight",
+    ]
+    assert "ranker 'text' is left out: it needs 20 prompts of one family, got at most 5" in (
+        done.stderr
+    )

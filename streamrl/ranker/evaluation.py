@@ -14,6 +14,7 @@ prompts, by bootstrap.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -24,6 +25,8 @@ from streamrl.ranker.score_files import PROMPT, TOKENS, KnownPrompt, ScoreFile, 
 from streamrl.ranker.text_ranker import LEAST_PROMPTS, folds, held_out
 from streamrl.workload.length_posterior import KnownGroup, Posterior
 from streamrl.workload.simulated_ranker import recall_at
+
+logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,6 +49,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     calibration: dict[str, float | None] = {}
     """Slope of log lengths over log expectations, 1 if expectations are calibrated; None if scores are not tokens."""
     num_prompts: dict[str, int]
+
+
+LEAST_TEXTS = 2 * LEAST_PROMPTS
+"""Prompts of a family, half of which a text ranker is fitted to."""
 
 
 class OutputScores(msgspec.Struct, frozen=True):
@@ -105,8 +112,14 @@ def rank_all(
         yield evaluate("family", {POOLED: _scored(families[POOLED], _family_means(families))})
     known: dict[str, dict[str, Floats]] = {}
     if has_texts:
-        enough = {name: own for name, own in families.items() if len(own) >= 2 * LEAST_PROMPTS}
-        known["text"] = {name: _text_scores(own, seed) for name, own in enough.items()}
+        enough = {name: own for name, own in families.items() if len(own) >= LEAST_TEXTS}
+        if enough:
+            known["text"] = {name: _text_scores(own, seed) for name, own in enough.items()}
+        else:
+            most = max(map(len, families.values()), default=0)
+            logger.warning(
+                f"ranker 'text' is left out: it needs {LEAST_TEXTS} prompts of one family, got at most {most}"
+            )
     for name, scores in (priors or {}).items():
         known[name] = {
             family: np.array([scores[p.id] for p in own])
