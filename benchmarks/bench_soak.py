@@ -172,10 +172,9 @@ def _surroundings(setup: str, directory: Path) -> Iterator[tuple[Sequence[str], 
                 (),
             )
             return
-        settings, clusters = EXECUTED[setup].settings, []
-        if EXECUTED[setup].needs == "ray":
-            clusters = [each for each in [stack.enter_context(ray_cluster())] if each is not None]
-        yield settings, clusters
+        on_ray = EXECUTED[setup].needs == "ray"
+        head = stack.enter_context(ray_cluster()) if on_ray else None
+        yield EXECUTED[setup].settings, () if head is None else (head,)
 
 
 def simulate(steps: int) -> list[str]:

@@ -51,7 +51,7 @@ DELAY, BETWEEN = 0.01, 0.5
 """Seconds from the start of the command to the first signal, and between two signals."""
 
 
-WRITINGS: dict[str, type[Command]] = {
+WRITINGS: dict[str, type[PushWeights | SaveCheckpoint]] = {
     "writing-weights": PushWeights,
     "writing-checkpoint": SaveCheckpoint,
 }
@@ -89,16 +89,10 @@ def strike_while_written(phase: str, own: signal.Signals, role: str) -> None:
             process.wait()
 
     def start(world: RealWorld, command: Command) -> None:
-        is_due = isinstance(command, WRITINGS[phase]) and command.version >= LEAST_VERSION  # type: ignore[attr-defined]  # both have one
-        if is_due and waiting:
+        if waiting and isinstance(command, WRITINGS[phase]) and command.version >= LEAST_VERSION:
             waiting.clear()
-            pids = processes_of(os.getpid())[role]
-            output = world._directory.path
-            threading.Thread(
-                target=watch,
-                args=(command.version, output, pids),
-                daemon=True,  # type: ignore[attr-defined]  # as above
-            ).start()
+            of_run = command.version, world._directory.path, processes_of(os.getpid())[role]
+            threading.Thread(target=watch, args=of_run, daemon=True).start()
         starts(world, command)
 
     RealWorld.start = start  # type: ignore[method-assign]

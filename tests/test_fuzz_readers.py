@@ -476,15 +476,10 @@ OPTIONS: list[tuple[str, Callable[[str], object]]] = [
     ("rollout.replicas=1,2; trainer.data_parallel=[1,2],3", parse_axis),
     ("median 5.2 s, p99 81 s, max 2 min", lambda x: read_distribution("key", x, is_time=True)),
     ("mean 1k, p95 3k, max 8k", lambda x: read_distribution("key", x, is_time=False)),
-    *(
-        (text, kind.parse)
-        for kind, text in (
-            (Duration, "1.5 h"),
-            (Bandwidth, "400 GB/s"),
-            (Bandwidth, "80 Gbps"),
-            (Size, "12 GiB"),
-        )
-    ),
+    ("1.5 h", Duration.parse),
+    ("400 GB/s", Bandwidth.parse),
+    ("80 Gbps", Bandwidth.parse),
+    ("12 GiB", Size.parse),
 ]
 
 

@@ -62,7 +62,14 @@ class VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-def _log_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Log a warning of a library as one line, without a path and a line of its source."""
     logging.getLogger("streamrl.warnings").warning(
         "%s: %s", category.__name__, " ".join(str(message).split())
