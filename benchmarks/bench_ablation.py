@@ -165,10 +165,9 @@ def _onload_at_the_host_link() -> None:
     force_setattr(switch, "onload_bandwidth", None)
 
 
-def _all_within() -> None:
-    for engine in known_engines():
-        constants = load_engine(engine).constants
-        force_setattr(constants, "log_prob", constants.log_prob_within)
+def _whole_graphs() -> None:
+    whole = load_engine("vllm-0.10").constants.layer
+    force_setattr(load_engine(SPLIT).constants, "layer", whole)
 
 
 def _no_kept_weights() -> None:
@@ -252,7 +251,13 @@ def _any(run: Run) -> bool:
     return True
 
 
+def _launches_attention(run: Run) -> bool:
+    return run.costs.engine == SPLIT
+
+
 GRACE = ("gb200", "gb300")
+SPLIT = "vllm-0.9"
+"""Engine with attention outside of its CUDA graphs."""
 TERMS = (
     Term("slowdown of NeMo-RL's Megatron passes", _in_layouts("slowdown", NO_FACTOR), _is_megatron),
     Term("whole batches packed by NeMo-RL", _in_layouts("fills_micro_batches", False), _is_nemo),
@@ -275,6 +280,7 @@ TERMS = (
     Term("log-probabilities from engines", _in_engines("log_prob", "log_prob_step"), _any),
     Term("engine seconds of a step and of a layer", _in_engines("step", "layer"), _any),
     Term("engine seconds of a running rollout", _in_engines("request"), _any),
+    Term("attention outside of CUDA graphs, up to vLLM 0.10", _whole_graphs, _launches_attention),
 )
 """Terms that are no keys of a run file."""
 

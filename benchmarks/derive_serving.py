@@ -323,7 +323,7 @@ def _threads(table: pd.DataFrame) -> Iterator[ServingRow]:
 
 
 def _evalscope() -> Iterator[ServingRow]:
-    for engine, version, seconds in (("sglang-0.5", "0.4.9", 15.00), ("vllm-0.10", "0.9.0", 15.75)):
+    for engine, version, seconds in (("sglang-0.5", "0.4.9", 15.00), ("vllm-0.9", "0.9.0", 15.75)):
         yield ServingRow(
             engine=engine,
             version=version,

@@ -56,6 +56,18 @@ the GPU waits. With `REQUEST`, 256 rollouts wait 5.8 ms. Published are 5 to 6 ms
 Llama-2-7B on an engine of 2024 (vLLM issue 10634, and pull 11133 for the first V1 engine). With
 asynchronous scheduling 0.15 to 0.17 ms are published.
 """
+SCHEDULING = Duration(STEP + 460e-6)
+"""Seconds of a step of the same without asynchronous scheduling, which saves 0.46 ms with whole CUDA
+graphs: 10 requests of 128 tokens at once make 5.83 instead of 6.03 requests/s, and 5.98 instead of 6.20
+(vLLM pull 25444: H100, September 2025). With `REQUEST`, 256 rollouts wait 5.0 ms; published are 5 to 6
+(issue 10634).
+"""
+SPLIT = Duration(GAPS + 19.5e-6)
+"""Seconds between the kernels of a layer whose attention is launched outside of CUDA graphs, as in vLLM
+0.8 to 0.10. Whole graphs save 19.5 us a layer: 0.545 ms of a token of Qwen2.5-1.5B, the median of 0.28 to
+0.73 ms at six request rates (vLLM pull 20059). It is the middle of three sources. Llama-3.1-8B with eight
+requests saves 12 us (pull 10058), Qwen3-Coder-30B-A3B in fp8 with ten 129 us (pull 25444).
+"""
 LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
 """Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
 requests make 407 and 13,583 tokens/s instead of 430 and 18,645 (vLLM pull 57442: Qwen2.5-0.5B on L20,
@@ -106,9 +118,28 @@ FITS = {
         "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob` and "
         "`log_prob_step` from pull 57442",
     ),
-    "vllm-0.10": Fit(
-        name="vLLM 0.8 to 0.10, and newer without asynchronous scheduling",
+    "vllm-0.9": Fit(
+        name="vLLM 0.8 to 0.10, attention outside of CUDA graphs",
         versions=("0.8", "0.9", "0.10"),
+        terms=(),
+        start=Overheads(
+            step=SCHEDULING,
+            layer=SPLIT,
+            request=REQUEST,
+            log_prob=LOG_PROB,
+            log_prob_step=LOG_PROB_STEP,
+            quantises_apart=True,
+            pads_experts=("hopper", "blackwell"),
+        ),
+        is_fitted=lambda row: False,
+        note="nothing: `step` and `layer` are those of vLLM 0.11, and what it saves by asynchronous scheduling (pull 25444) and "
+        "by whole graphs (pull 20059); `request` is the paper's: with it, 256 rollouts wait 5.0 ms, where 5 to 6 are published for "
+        "Llama-2-7B with engines of 2024 (issue 10634, pull 11133); `log_prob` is that of one L20, a model of 0.5B and an HTTP server "
+        "(pull 57442); formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
+    ),
+    "vllm-0.10": Fit(
+        name="vLLM 0.10 with whole CUDA graphs, and newer, without asynchronous scheduling",
+        versions=(),
         terms=(),
         start=Overheads(
             step=WAITING,

@@ -29,6 +29,7 @@ from streamrl.sim.costs.corrections import (
     own_switch,
 )
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.overheads import load_engine
 from streamrl.sim.costs.training.training import TrainingCosts
 from streamrl.sim.costs.weight_sync import SyncCosts
 from streamrl.sim.planner.layouts import OF_FRAMEWORK
@@ -73,6 +74,18 @@ def test_a_release_fills_in_its_own_values_and_the_file_keeps_the_release(tmp_pa
     )
     stated = of_framework("nemo-rl", {"framework.version": "0.7", "costs.engine": "vllm-0.11"})
     assert stated.costs.engine == "vllm-0.11"
+
+
+def test_releases_with_vllm_before_0_11_launch_attention_in_each_layer() -> None:
+    def step_time(version: str) -> float:
+        resolved = resolve(of_framework("nemo-rl", {"framework.version": version}))
+        return Costs.load(resolved.run).decode.base[1]
+
+    assert step_time("0.3") == step_time("0.4")
+    layers = resolve(of_framework("nemo-rl")).replica.model.num_layers
+    engines = [load_engine(name).constants for name in ("vllm-0.9", "vllm-0.10")]
+    apart, whole = (each.step + each.layer * layers for each in engines)
+    assert step_time("0.4") - step_time("0.5") == pytest.approx(apart - whole)
 
 
 def test_a_release_that_holds_for_one_back_end_leaves_the_others_as_they_are() -> None:

@@ -253,7 +253,7 @@ def _wide_experts_time(
 
 MOST_DIRECT = 256
 """Most tokens per GPU for which DeepEP's low-latency kernels are used (deepseek-ai/DeepEP 0297fc8,
-docs/legacy.md, MIT: advice about buffers).
+docs/legacy.md, MIT: advice about buffers). vLLM dispatches as many at once (VLLM_MOE_DP_CHUNK_SIZE).
 """
 NEAR = 8
 """Largest number of ranks for which tables are used directly: the ranks of a node."""
