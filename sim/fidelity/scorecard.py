@@ -177,8 +177,15 @@ LIMITS = (
     "NeMo-RL 0.4 takes 15 to 20 % longer than 0.5 for mixtures of one layout, and 5 to 8 % for dense models. The offload of the optimizer for "
     "log-probs is a part of this. A quarter of the training time is published for the fusion of bias and activation, rope fusion and sequence "
     "parallelism together (NVIDIA-NeMo/RL pull request 1241). Nothing is published for the first alone, which 0.4 lacks, so it has no term. "
-    "vLLM 0.10 also launches attention outside of CUDA graphs. vLLM published 4.07 requests/s for that and 5.98 with whole graphs (pull request 25444: Qwen3-Coder-30B-A3B "
-    "in fp8, ten requests at once). Other models gained 5 to 7 % (pull requests 10058 and 16072), so there is no constant for a layer.",
+    "vLLM 0.10 also launches attention outside of CUDA graphs, which counts as 19.5 us a layer: the middle of 12, 19.5 and 129 us "
+    "(vLLM pull requests 10058, 20059 and 25444). The last is of Qwen3-Coder-30B-A3B in fp8 with ten requests. If all mixtures lose as much, "
+    "it explains most of the rest.",
+    "Tensor ranks of NeMo-RL 0.5 to 0.7 wait 1.3 ms a decode step for the host, a figure of vLLM 0.6. Newer ones publish less: 0.46 ms for "
+    "scheduling (vLLM pull request 25444, one GPU) and 0.27 ms for the Ray executor (pull request 11107, two L4). With them, asynchronous steps on GB200 "
+    "would be about 2 % shorter, and they are too short already.",
+    "Optimizer states leave at 1.8 GB/s, the rate of copies in one run (NVIDIA-NeMo/RL issue 3976). The whole call took 1.31 GB/s there, "
+    "and as much for DeepSeek-V3 (pull request 638, layout of its recipe). Pull request 1404 gives 1.77 and 2.34 GB/s. With the median of the four, 1.54 GB/s, "
+    "DeepSeek-V3's synchronous steps on H100 would be 2 % longer, and those of mixtures on GB200 would be 8.9 % off instead of 7.8 %.",
     "Qwen3-30B-A3B in NeMo-RL 0.4 to 0.6: its recipes sort tokens by expert in separate operations (moe_permute_fusion false) and route in "
     "64 bits (moe_router_dtype fp64). Neither is counted. Both would lengthen training, which sets asynchronous steps that are predicted 5 to 21 % too long already.",
     "verl's ratios of synchronous over asynchronous steps have no lengths. Its training of one batch takes 314 s on 32 H20 and 133 s on 64 "
