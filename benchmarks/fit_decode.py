@@ -58,9 +58,9 @@ asynchronous scheduling 0.15 to 0.17 ms are published.
 """
 SCHEDULING = Duration(STEP + 460e-6)
 """Seconds of a step of the same without asynchronous scheduling, which saves 0.46 ms with whole CUDA
-graphs: 10 requests of 128 tokens at once make 5.83 instead of 6.03 requests/s, and 5.98 instead of 6.20
-(vLLM pull 25444: H100, September 2025). With `REQUEST`, 256 rollouts wait 5.0 ms; published are 5 to 6
-(issue 10634).
+graphs. Ten requests of 128 tokens at once make 5.83 requests/s without it and 6.03 with it, or 5.98 and
+6.20 (vLLM pull 25444: H100, September 2025). With `REQUEST`, 256 rollouts wait 5.0 ms; published are 5 to
+6 (issue 10634).
 """
 SPLIT = Duration(GAPS + 19.5e-6)
 """Seconds between the kernels of a layer whose attention is launched outside of CUDA graphs, as in vLLM
