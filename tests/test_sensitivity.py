@@ -116,6 +116,28 @@ def test_a_small_effect_of_lengths_is_that_of_more_steps_where_steps_overlap(
     assert kept == large
 
 
+def test_an_effect_that_is_doubtful_by_estimate_is_simulated_for_longer_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = {**SMALL, "algorithm.steps": 80, "simulate.max_steps": 80}
+    search = Search.open(few(long, systems=["stream-async"], rollout_pools=["h20"]))
+    chosen = search.in_order()[0]
+    search.simulate(Here(), [chosen], lambda: None)
+    shift = shift_of(search, "lengths +20%")
+    look = sensitivity._look(shift, search, chosen)._replace(other=None)
+    asked: list[bytes] = []
+
+    def keep(pool: object, wanted: dict[object, Trial], *_: object) -> dict[object, Speed]:
+        asked.extend(trial.run for trial in wanted.values())
+        return {}
+
+    monkeypatch.setattr(search, "speeds_of", keep)
+    for ratio, steps in ((1.01, 2 * sensitivity.STREAMING), (1.1, sensitivity.STREAMING)):
+        asked.clear()
+        list(sensitivity._simulate([look._replace(ratio=ratio)], search, Here(), lambda: None))
+        assert set(asked) == {shortened(r, r.seed, steps) for r in (search.space.run, shift.run)}
+
+
 def test_what_ifs_of_a_plan_that_streams_ahead_leave_out_the_first_of_many_steps() -> None:
     search, chosen, _ = judged("stream-async")
     look = sensitivity._look(shift_of(search, "lengths +20%"), search, chosen)

@@ -437,13 +437,16 @@ def _simulate(
 ) -> Iterator[tuple[_Look, _Pair]]:
     """Simulate the chosen plan and the other plan after each change, the chosen one first."""
     trials = _own_trials(looks, search)
+    unsure = _longer_at_once(looks, search)
+    trials |= unsure
     for place, look in enumerate(looks):
         if look.other is not None and not _is_known(look, search, look.other):
             other = search.space.candidate(look.other)
             trials[place, other] = _trial(look, search, other)
     if any(_matters(look, search) and _streams_ahead(look, search) for look in looks):
         run, own = search.space.run, search.space.candidate(looks[0].chosen_index)
-        unchanged = _in_portions(shortened(run, run.seed, STREAMING), own)
+        steps = 2 * STREAMING if unsure else STREAMING
+        unchanged = _in_portions(shortened(run, run.seed, steps), own)
         trials = {(UNCHANGED, own): unchanged, **trials}
     speeds = _speeds(trials, search, pool, watch)
     pairs = [_pair(look, search, speeds, place) for place, look in enumerate(looks)]
@@ -458,6 +461,22 @@ def _own_trials(
         (place, look.chosen): _trial(look, search, look.chosen, streaming)
         for place, look in enumerate(looks)
         if look.chosen is not None and _matters(look, search)
+    }
+
+
+def _longer_at_once(looks: Sequence[_Look], search: Search) -> dict[_Key, Trial]:
+    """Return the simulations of the chosen plan after changes whose effect is doubtful by estimate already.
+
+    They have as many steps as `_checked` asks for, so that no shorter simulation comes first.
+    """
+    seed = search.space.run.seed
+    return {
+        (place, look.chosen): _in_portions(
+            shortened(look.shift.run, seed, 2 * STREAMING), look.chosen
+        )
+        for place, look in enumerate(looks)
+        if look.chosen is not None and _matters(look, search) and _streams_ahead(look, search)
+        if _is_doubtful(look, search, look.ratio)
     }
 
 
