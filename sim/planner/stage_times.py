@@ -158,7 +158,7 @@ ROUNDING = 1e-9
 def _mean_end(envelopes: Sequence[Envelope], seconds: Floats) -> Floats:
     """Return the end of work that begins as rollouts arrive, averaged over batches."""
     ends = [(each.instants + each.left * seconds[:, None]).max(axis=1) for each in envelopes]
-    mean: Floats = np.mean(ends, axis=0)
+    mean: Floats = sum(ends) / len(ends)  # np.mean takes twice as long for so few numbers
     return mean
 
 
