@@ -96,7 +96,7 @@ def test_the_chosen_plan_is_simulated_for_as_many_steps_as_there_is_time_for() -
 def test_a_system_is_not_tried_on_pools_where_all_its_plans_are_known_to_be_worse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("streamrl.sim.planner.search.ROUND", 4)
+    monkeypatch.setattr("streamrl.sim.planner.search.CLASSES", 4)
     search = Search.open(few({**SMALL, "cluster.pools.h20.price": 1000.0}))
     search.run(Here(), lambda: None)
     space, best = search.space, search.value(search.ranking()[0])

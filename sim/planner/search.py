@@ -58,8 +58,12 @@ Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-ROUND = 8
-"""Plans that are simulated before estimates are corrected again. Eight keep a few cores busy."""
+ROUND = 4
+"""Plans that are simulated before estimates are corrected again. Four keep two cores busy, and of eight the last ones
+were often not needed any more.
+"""
+CLASSES = 8
+"""Plans of different classes that are simulated before classes with higher bounds are left out."""
 FINAL_SHARE = 0.2
 """Share of `plan.time_limit` that is reserved for finalists."""
 FIRST_LOOK, FIRST_SHARE = 1, 0.3
@@ -325,8 +329,8 @@ class Search(Scores):
             ranking = self.ranking()
             is_judged = ranking and self.goal.objective != "pareto"
             best = self.value(ranking[0]) if is_judged else np.inf
-            self.simulate(pool, [i for i in wanted[:ROUND] if least[i] <= best], watch)
-            wanted = [] if self.is_late else wanted[ROUND:]
+            self.simulate(pool, [i for i in wanted[:CLASSES] if least[i] <= best], watch)
+            wanted = [] if self.is_late else wanted[CLASSES:]
 
     def best_of_each(self, scores: Floats) -> list[int]:
         """Return the best plans by estimate, without duplicates.
