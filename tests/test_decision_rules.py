@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace as replace_fields
 from math import inf
 from pathlib import Path
@@ -20,7 +21,7 @@ from streamrl.report.run_tables import time_text
 from streamrl.runfile.files import write_run
 from streamrl.runfile.formatting import listing, long_time
 from streamrl.runfile.plan_config import limit_words
-from streamrl.sim.planner.alternatives import find_on_partial_nodes
+from streamrl.sim.planner.alternatives import NONE_BETTER, find_on_partial_nodes
 from streamrl.sim.planner.first_answer import first_answer
 from streamrl.sim.planner.first_plan import first_plan_of
 from streamrl.sim.planner.model_errors import estimated_error
@@ -36,7 +37,7 @@ from streamrl.sim.planner.planner import (
 )
 from streamrl.sim.planner.race import MAY_BE_CHANCE, Race, Simulated, ratios_of
 from streamrl.sim.planner.search import ALIKE, Search
-from streamrl.sim.planner.trial import Unfinished
+from streamrl.sim.planner.trial import Unfinished, timed_speed_of
 from tests.test_mixed_fleets import ONE_TRAINER
 from tests.test_mixed_fleets import offer as mixed_offer
 from tests.test_plan import SMALL, Here, few, planned
@@ -235,10 +236,39 @@ def test_a_search_on_parts_of_a_node_that_could_not_open_says_why(
     def refuse(*_: object, **__: object) -> Search:
         raise ValueError("too many plans")
 
-    monkeypatch.setattr(Search, "open", refuse)
+    monkeypatch.setattr(Search, "beside", refuse)
     assert parts() == "they could not be searched: too many plans"
     search.deadline = 0.0
     assert parts() == "no time was left to search for it"
+
+
+def test_no_plan_on_parts_of_a_node_is_simulated_if_by_estimate_a_rival_beats_them_all() -> None:
+    search = searched()
+    rival = scaled(search.speeds[search.ranking()[0]], 0.01)
+    asked: list[object] = []
+
+    class Listening(Here):
+        def submit(self, work: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+            asked.append(work)
+            return super().submit(work, *arguments)
+
+    found = find_on_partial_nodes(search, ["h20", "h800"], [rival], Listening(), lambda: None)
+    assert found == NONE_BETTER and timed_speed_of not in asked
+
+
+def test_a_search_beside_another_asks_for_no_simulation_of_generation_or_training_again() -> None:
+    search = searched()
+    counts = [2, 4, 6, 8]
+    plan = replace(search.space.run.plan, rollout_gpus=counts, trainer_gpus=counts)
+    other = search.beside(plan, runnable=True)
+    both = [
+        index for i in search.speeds if (index := other.space.index_of(search.space.candidate(i)))
+    ]
+    assert both and not other.estimates.asked(both, 1) and not other.estimates.unchecked(both)
+    for index in both:
+        mine = search.space.index_of(other.space.candidate(index))
+        theirs = other.estimates.estimate().step[index]
+        assert theirs == pytest.approx(search.estimates.estimate().step[mine])
 
 
 # Ratios -------------------------------------------------------------------------------------------

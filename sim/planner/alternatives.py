@@ -16,10 +16,9 @@ from streamrl.hardware.resolved import resolve
 from streamrl.hardware.side_memory import trainer_side
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.cluster_config import PoolConfig
-from streamrl.runfile.config import Run
 from streamrl.runfile.plan_config import PlanConfig
 from streamrl.sim.planner.layouts import sizes
-from streamrl.sim.planner.objective import beats, faster_goal
+from streamrl.sim.planner.objective import Figure, Spend, faster_goal
 from streamrl.sim.planner.options import recommended_of
 from streamrl.sim.planner.plan import OverMemoryLimit
 from streamrl.sim.planner.plan_settings import describe, settings_of
@@ -30,7 +29,7 @@ from streamrl.sim.planner.target_rules import TargetRules
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-TRIED = 4
+TRIED = 2
 """Plans beyond those of the search that are simulated at a time, by cost and by time."""
 NO_TIME = "no time was left to search for it"
 NONE_BETTER = "none that was tried is better"
@@ -52,8 +51,8 @@ def find_with_fuller_memory(
     It has the chosen plan's system and pools. The result is None if no such plan is clearly better,
     or if no time is left.
     """
-    run = _alike(search, chosen)
-    found = _find(search, run, chosen, pool, watch, tight=True)
+    run, plan = search.space.run, _alike(search, chosen)
+    found = _find(search, plan, chosen, pool, watch)
     if found is None:
         return None
     side = trainer_side(resolve(found.candidate.apply(run)).trainer)
@@ -74,8 +73,8 @@ def find_on_partial_nodes(
 ) -> Candidate | str:
     """Return the plan to choose if parts of a node could be rented, or the reason why there is none.
 
-    All systems and both sides are estimated again, with every number of GPUs up to a node. The best
-    ones by cost are simulated, then faster ones that cost little more.
+    All systems and both sides are estimated, with every number of GPUs up to a node. The best ones by
+    cost are simulated, then faster ones that cost little more, if by their lowest estimate they are worth a row.
 
     Args:
         search: the search on whole nodes.
@@ -100,7 +99,7 @@ def find_run_by_nothing(
 ) -> Candidate | str | None:
     """Return the plan to choose if a target could run it, or the reason why there is none.
 
-    All plans are estimated again, with those that no target can run. The arguments and the steps are those of
+    The plans that no target can run are estimated too. The arguments and the steps are those of
     `find_on_partial_nodes`. The result is None if the search has such plans itself, or if the run file names what is
     to run the plan.
     """
@@ -135,24 +134,23 @@ def _best_beyond(
     if search.is_late:
         return NO_TIME
     try:
-        run = replace(search.space.run, plan=wider)
-        other = Search.open(run, search.deadline, runnable=runnable)
+        other = search.beside(wider, runnable=runnable)
     except ValueError as error:  # no plan fits, or there are too many
         return f"they could not be searched: {error}"
-    other.estimates.take_paces(search.estimates)
     among, plan = wanted(other.space), search.space.run.plan
-    _simulate_best(other, among, pool, watch)
+    spends = [search.spend_of(rival) for rival in rivals]
+    _simulate_best(other, among, spends, pool, watch)
     if not (known := _known(other)):
         return _why_none(other, among)
     if plan.takes_faster:
         least = min(other.spend_of(speed).whole for speed in known.values())
         other.aim_at(faster_goal(plan, least))
-    _simulate_best(other, among, pool, watch)
+    _simulate_best(other, among, spends, pool, watch)
     other.aim_at(plan)
     known = _known(other)
     cheapest = min(known, key=lambda index: other.spend_of(known[index]).whole)
     best = (recommended_of(other, known), cheapest)
-    worth = (index for index in best if _is_worth(other, known[index], rivals))
+    worth = (index for index in best if _is_worth(other.spend_of(known[index]), spends))
     return next(map(other.space.candidate, worth), NONE_BETTER)
 
 
@@ -160,9 +158,9 @@ def _why_none(search: Search, among: Mask) -> str:
     """Return why no plan among some can be compared."""
     if not among.any():
         return "the offer and [plan] have none"
-    if not search.speeds and not search.unfinished:
-        return NO_TIME
-    return str(search.nothing_left(search.speeds.values()))
+    if search.speeds or search.unfinished:
+        return str(search.nothing_left(search.speeds.values()))
+    return NO_TIME if search.is_late else NONE_BETTER
 
 
 def _counts(pools: Mapping[str, PoolConfig]) -> Iterator[int]:
@@ -199,11 +197,18 @@ def _is_run_by_nothing(space: Space, rules: TargetRules) -> Mask:
     return found
 
 
-def _simulate_best(search: Search, among: Mask, pool: Executor, watch: Callable[[], None]) -> None:
-    """Simulate a few steps of the best plans by estimate among some."""
+def _simulate_best(
+    search: Search,
+    among: Mask,
+    rivals: Sequence[Spend[float]],
+    pool: Executor,
+    watch: Callable[[], None],
+) -> None:
+    """Simulate a few steps of the best plans by estimate among some, unless by their lowest estimate none is worth a row."""
 
     def pick(order: list[int], scores: Floats) -> list[int]:
-        those = [i for i in best_of(np.where(among, scores, np.inf)) if among[i]]
+        is_open = among & _is_worth(search.least_spends(), rivals)
+        those = [i for i in best_of(np.where(is_open, scores, np.inf)) if is_open[i]]
         return list(islice(search.unlike(those, scores), TRIED))
 
     if not search.is_late:
@@ -215,46 +220,44 @@ def _known(search: Search) -> dict[int, Speed]:
     return {index: search.speeds[index] for index in search.ranking()}
 
 
-def _is_worth(search: Search, speed: Speed, rivals: Sequence[Speed]) -> bool:
-    """Whether a plan is clearly cheaper or faster than the first rival, and no rival beats it in both."""
-    ours, others = search.spend_of(speed), [search.spend_of(rival) for rival in rivals]
-    is_better = (
-        ours.whole < (1 - ALIKE) * others[0].whole or ours.seconds < (1 - ALIKE) * others[0].seconds
-    )
-    return is_better and not any(beats(other, ours) for other in others)
+def _is_worth(ours: Spend[Figure], rivals: Sequence[Spend[float]]) -> Mask:
+    """Whether a plan, or each plan, is clearly cheaper or faster than the first rival, and no rival beats it in both."""
+    first, *_ = rivals
+    worth = ours.whole < (1 - ALIKE) * first.whole
+    worth |= ours.seconds < (1 - ALIKE) * first.seconds
+    for each in rivals:
+        worth &= (ours.whole < each.whole) | (ours.seconds < each.seconds)
+    return np.asarray(worth)
 
 
-def _alike(search: Search, chosen: int) -> Run:
-    """Return the run of a search, limited to the system and pools of one plan."""
-    run, (replicas, trainer, mode) = search.space.run, search.space.candidate(chosen)
-    alike = replace(
-        run.plan,
+def _alike(search: Search, chosen: int) -> PlanConfig:
+    """Return the section `[plan]` of a search, limited to the system and pools of one plan."""
+    replicas, trainer, mode = search.space.candidate(chosen)
+    alike: PlanConfig = replace(
+        search.space.run.plan,
         systems=[mode.system],
         rollout_pools=list(replicas.pools),
         trainer_pools=[trainer.pool],
         reward_pools=None if mode.rewards is None else [mode.rewards.pool],
     )
-    return replace(run, plan=alike)
+    return alike
 
 
 def _find(
     search: Search,
-    run: Run,
+    plan: PlanConfig,
     chosen: int,
     pool: Executor,
     watch: Callable[[], None],
-    *,
-    tight: bool,
 ) -> BetterPlan | None:
-    """Simulate the best plan of a run by estimate on the prompts of the search; return it if it is clearly better."""
+    """Return the best plan by estimate whose trainer leaves little memory free, if as simulated it is clearly better."""
     if search.is_late:
         return None
     try:
         is_limited = search.space.rules is not None
-        other = Search.open(run, search.deadline, tight=tight, runnable=is_limited)
+        other = search.beside(plan, tight=True, runnable=is_limited)
     except ValueError:  # no plan fits
         return None
-    other.estimates.take_paces(search.estimates)
     other.settle(pool, [])
     scores, value = other.scores(), search.value(chosen)
     best = int(np.argmin(scores))

@@ -200,7 +200,8 @@ class Estimates:
         self.space = space
         self._works = [DealtBatch.of(batch.drawn) for batch in batches]
         trained_on = [DealtBatch.of(batch.trained) for batch in batches]
-        self._trained_on = [FallingLengths(work.lengths) for work in trained_on]
+        self.trained_on = [FallingLengths(work.lengths) for work in trained_on]
+        """The lengths that each step trains on."""
         self.tokens = float(np.mean([work.outputs.sum() for work in trained_on]))
         """Output tokens that a step trains on."""
         self._overlaps = [_overlaps(system) for system in space.systems]
@@ -262,7 +263,7 @@ class Estimates:
         for trainer in self.space.trainers:
             costs = TrainingCosts.load(resolve(replace(run, trainer=trainer.change(run.trainer))))
             fills.append(rollouts_that_fill(costs.trainer))
-            trained.append(train_times(costs, run.framework, factor, self._trained_on))
+            trained.append(train_times(costs, run.framework, factor, self.trained_on))
         self._trained = {
             name: np.array(column)
             for name, column in zip(TrainTimes._fields, zip(*trained, strict=True), strict=True)
@@ -368,6 +369,20 @@ class Estimates:
     def take_paces(self, other: Estimates) -> None:
         """Copy the paces that were learned for another workload."""
         self._paces, self._estimated = dict(other._paces), None
+
+    def take_learned(self, other: Estimates) -> None:
+        """Copy what was learned of the same replicas and trainers in other plans, from the same batches."""
+        self.take_paces(other)
+        replicas = {each: place for place, each in enumerate(self.space.replicas)}
+        for asked, found in other._times.items():
+            place = replicas.get(other.space.replicas[asked.replicas])
+            if place is not None:
+                self.learn(asked._replace(replicas=place), found)
+        trainers = {each: place for place, each in enumerate(self.space.trainers)}
+        for passes, error in other._checked.items():
+            place = trainers.get(other.space.trainers[passes.trainer])
+            if place is not None:
+                self.learn_passes(passes._replace(trainer=place), error)
 
     def with_costs(self, costs: CostsConfig) -> Estimates:
         """Return estimates of the same plans and batches for another speed of training."""

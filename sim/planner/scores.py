@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -220,6 +221,14 @@ class Scores:
         whole = num_steps * dollars * estimates.billed(steps, self.lags, self.goal)
         seconds = rented_time(self.space.run.cluster.billing, num_steps * steps)
         return Spend(dollars, per_day, whole, seconds)
+
+    def least_spends(self) -> Spend[Floats]:
+        """Return the lowest expected dollars and seconds of every plan."""
+        return self._spends(self._least_steps(self.estimates.estimate()))
+
+    def take_ratios(self, other: Scores) -> None:
+        """Copy the ratios of simulated to estimated step time that were seen in another search on the same prompts."""
+        self._over.update((name, copy(ratios)) for name, ratios in other._over.items())
 
     def over_limits(self) -> Floats:
         """Return the largest ratio of an estimated figure to its limit for every plan.

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.hardware.resolved import resolve
@@ -160,6 +161,19 @@ class Search(Scores):
         space = self.space.only([candidate])
         estimates = Estimates(space, counted_batches(self.base))
         return Search(space=space, estimates=estimates, base=self.base, deadline=self.deadline)
+
+    def beside(self, plan: PlanConfig, *, tight: bool = False, runnable: bool) -> Search:
+        """Return a search by another section `[plan]`, estimated by all that this search has learned.
+
+        Both have the same prompts. See `open` for the arguments and errors.
+        """
+        run, batches = replace(self.space.run, plan=plan), self.estimates.trained_on
+        space = Space.open(run, batches, tight=tight, runnable=runnable)
+        estimates = Estimates(space, counted_batches(self.base))
+        estimates.take_learned(self.estimates)
+        other = Search(space=space, estimates=estimates, base=self.base, deadline=self.deadline)
+        other.take_ratios(self)
+        return other
 
     @property
     def margin(self) -> float:
