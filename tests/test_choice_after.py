@@ -18,8 +18,8 @@ from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import Search
 from streamrl.sim.planner.sensitivity import judge
 from tests.report_directories import write_planned
-from tests.test_decision_rules import billed, drifting, searched
-from tests.test_plan import SMALL, Here, few, planned
+from tests.test_decision_rules import billed, drifting
+from tests.test_plan import SMALL, Here, few, planned, searched
 
 
 def figures(plan: int, dollars: float, seconds: float) -> Figures:
@@ -39,13 +39,13 @@ def figures(plan: int, dollars: float, seconds: float) -> Figures:
 def test_the_fastest_plan_that_costs_little_more_than_the_cheapest_is_chosen(
     dollars: float, seconds: float, best: int
 ) -> None:
-    plan = replace(searched().space.run.plan, tolerance=0.1)
+    plan = replace(few(SMALL).plan, tolerance=0.1)
     found = best_of(plan, [figures(0, 100.0, 100.0), figures(1, dollars, seconds)], 0)
     assert found is not None and found.plan == best
 
 
 def test_by_another_objective_the_best_plan_that_keeps_the_limits_is_chosen() -> None:
-    plan = replace(searched().space.run.plan, objective="cost-per-step", tolerance=0.0)
+    plan = replace(few(SMALL).plan, objective="cost-per-step", tolerance=0.0)
     own, cheap, slow = figures(0, 100.0, 100.0), figures(1, 97.0, 120.0), figures(2, 99.0, 90.0)
     assert best_of(plan, [own, cheap, slow], 0) == cheap
     assert best_of(plan, [own, slow], 0) == own

@@ -40,13 +40,7 @@ from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.trial import Unfinished, timed_speed_of
 from tests.test_mixed_fleets import ONE_TRAINER
 from tests.test_mixed_fleets import offer as mixed_offer
-from tests.test_plan import SMALL, Here, few, planned
-
-
-def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
-    search = Search.open(few({**SMALL, **(changes or {})}, **plan))
-    search.run(Here(), lambda: None)
-    return search
+from tests.test_plan import SMALL, Here, few, planned, searched
 
 
 def scaled(speed: Speed, share: float) -> Speed:
@@ -118,7 +112,7 @@ def test_a_first_answer_that_differs_in_nothing_that_is_named_recommended_the_sa
 
 
 def test_a_first_answer_says_which_plans_it_had_no_time_to_simulate() -> None:
-    run = searched(tolerance=0.0).space.run
+    run = few(SMALL, tolerance=0.0)
     found = first_answer(run, Here(), 0.0)
     num = len({plan.candidate for plan in found.plans})
     told = f"time was up: {num} of these {num} plans were not simulated; on a free machine the choice may"
@@ -130,7 +124,7 @@ def test_a_first_answer_says_which_plans_it_had_no_time_to_simulate() -> None:
 
 
 def test_a_first_answer_ends_by_rollouts_and_says_so() -> None:
-    run = searched(tolerance=0.0).space.run
+    run = few(SMALL, tolerance=0.0)
     answers = [first_answer(run, Here(), 600.0, most) for most in (0, 1, inf)]
     simulated = [sum(plan.simulated_steps > 0 for plan in each.plans) for each in answers]
     assert simulated == [0, 0, 3] and not any(each.is_late for each in answers)

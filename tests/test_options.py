@@ -28,7 +28,7 @@ from streamrl.sim.planner.plan_settings import candidate_of, group_of, own_candi
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.space import Candidate, Space
-from tests.test_plan import SMALL, Here, few, planned
+from tests.test_plan import SMALL, Here, few, planned, searched
 
 SEVERAL: dict[str, Any] = {"algorithm.steps": 30, "simulate.max_steps": 30}
 SECTIONS = attrgetter("rollout", "trainer", "policies", "sync", "verifier", "environment")
@@ -177,8 +177,7 @@ def test_a_layout_that_cannot_run_is_left_out_with_the_reason() -> None:
 
 
 def test_a_plan_on_parts_of_a_node_that_is_dearer_and_slower_has_no_row() -> None:
-    search = Search.open(few(SMALL))
-    search.run(Here(), lambda: None)
+    search = searched()
     race = Race(search)
     race.settle(Here(), race.run(Here(), lambda: None), lambda: None)
     chosen = next(iter(race.steady))
@@ -205,8 +204,7 @@ def test_a_plan_on_parts_of_a_node_that_is_dearer_and_slower_has_no_row() -> Non
 
 
 def test_no_row_that_fills_the_table_is_dearer_and_slower_than_another_row() -> None:
-    search = Search.open(few(SMALL))
-    search.run(Here(), lambda: None)
+    search = searched()
     race = Race(search)
     race.settle(Here(), race.run(Here(), lambda: None), lambda: None)
     chosen = next(iter(race.steady))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Executor, Future
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,18 @@ def planned(run: Run) -> Planned:
 @cache
 def _planned(run: bytes) -> Planned:
     return make_plan(decode_run(run))
+
+
+def searched(changes: dict[str, Any] | None = None, **plan: Any) -> Search:
+    """Return a finished search of a few plans; it is run once, and each caller has a copy."""
+    return deepcopy(_searched(encode_run(few({**SMALL, **(changes or {})}, **plan))))
+
+
+@cache
+def _searched(run: bytes) -> Search:
+    search = Search.open(decode_run(run))
+    search.run(Here(), lambda: None)
+    return search
 
 
 class Here(Executor):

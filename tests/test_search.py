@@ -28,13 +28,7 @@ from streamrl.sim.planner.stage_times import summarize
 from streamrl.sim.planner.trial import SEARCH_STEPS, Trial, open_trial, short_speed_of, shortened
 from streamrl.sim.steady_state import measure_steady
 from tests.test_agreement import printed
-from tests.test_plan import SMALL, Here, few, planned
-
-
-def searched() -> Search:
-    search = Search.open(few(SMALL))
-    search.run(Here(), lambda: None)
-    return search
+from tests.test_plan import SMALL, Here, few, planned, searched
 
 
 def test_the_best_plan_of_every_system_on_every_pair_of_pools_is_simulated() -> None:
@@ -69,11 +63,11 @@ def test_a_search_that_is_out_of_time_says_how_much_better_a_plan_may_be(tmp_pat
     assert not plan.sensitivity and "no what-ifs" in shown.getvalue()
     write_plan(plan, tmp_path)
     assert read_plan(tmp_path / "plan.json") == plan
-    assert make_plan(few(SMALL)).plan.open_gap is None
+    assert planned(few(SMALL)).plan.open_gap is None
 
 
 def test_a_plan_fits_a_terminal_and_breaks_no_word() -> None:
-    plan, width = make_plan(few(SMALL)).plan, 80
+    plan, width = planned(few(SMALL)).plan, 80
     Console(file=(output := StringIO()), width=width).print(plan_report(plan, details=True))
     shown = output.getvalue()
     assert all(cell_len(line) <= width for line in shown.splitlines())
