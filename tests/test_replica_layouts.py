@@ -188,7 +188,7 @@ def test_tensor_ranks_between_nodes_make_a_step_slower_than_an_nvlink_domain_doe
         (
             24,
             {"nvlink_domain": 16},
-            r"must divide the 16 GPUs of an NVLink domain or be a multiple",
+            r"must divide the 16 GPUs of an NVLink domain, be a multiple of them or be whole nodes of 8",
         ),
     ],
 )

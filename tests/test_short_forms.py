@@ -68,8 +68,19 @@ def test_a_pool_smaller_than_its_rack_is_one_nvlink_domain() -> None:
     changes = {"cluster.pools.far": {"gpu": "gb200", "nodes": 8}, "rollout.tensor_parallel": 16}
     run = small_run(changes)
     assert run.cluster.pools["far"].domain == 32
-    with pytest.raises(RunError, match="must divide the 72 GPUs of an NVLink domain"):
-        small_run({**changes, "cluster.pools.far.nodes": 36})
+
+
+def test_a_rack_of_72_holds_four_groups_of_16_tensor_ranks_and_no_more() -> None:
+    changes = {"cluster.pools.far": {"gpu": "gb200", "nodes": 36}, "rollout.pool": "far"}
+    run = small_run({**changes, "rollout.tensor_parallel": 16, "rollout.replicas": 8})
+    assert run.cluster.pools["far"].domain == 72
+    with pytest.raises(RunError, match=r"has 9 groups .* 2 NVLink domains of 72 GPUs hold 4 each"):
+        small_run({**changes, "rollout.tensor_parallel": 16, "rollout.replicas": 9})
+    with pytest.raises(RunError, match=r"72 GPUs .*, be a multiple of them or be whole nodes of 4"):
+        small_run({**changes, "rollout.tensor_parallel": 10})
+    split = {**changes, "cluster.pools.far.nvlink_domain": 64}
+    run = small_run({**split, "rollout.tensor_parallel": 16, "rollout.replicas": 9})
+    assert run.cluster.pools["far"].num_domains == 3
 
 
 def test_a_model_has_the_name_of_its_profile() -> None:

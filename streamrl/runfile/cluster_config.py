@@ -87,6 +87,16 @@ class PoolConfig(Section, frozen=True, kw_only=True):
         return min(self.nvlink_domain or self.gpus_per_node, self.num_gpus)
 
     @property
+    def num_domains(self) -> int:
+        """Nodes that its GPUs are in, or NVLink domains of several nodes; the last may be a part of one."""
+        return -(-self.num_gpus // self.domain)
+
+    def joins(self, ranks: int) -> bool:
+        """Return whether NVLink joins all of a group of ranks: an equal part of a domain, or whole nodes of one."""
+        is_whole_nodes = ranks <= self.domain and ranks % self.gpus_per_node == 0
+        return self.domain % ranks == 0 or is_whole_nodes
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node

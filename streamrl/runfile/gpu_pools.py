@@ -281,7 +281,9 @@ def _check_domains(pools: dict[str, PoolConfig]) -> None:
 def _check_rollout(kinds: tuple[RolloutConfig, ...], pools: dict[str, PoolConfig]) -> None:
     for kind, rollout in enumerate(kinds):
         key, degree, experts = kind_key(kind), rollout.tensor_parallel, rollout.expert_parallel
-        _check_tensor_parallel(key, rollout.pool, degree, pools, spans_nodes=True)
+        _check_tensor_parallel(
+            key, rollout.pool, degree, rollout.num_gpus, pools, spans_nodes=True
+        )
         if rollout.data_parallel > 1:
             _check_attention_ranks(key, rollout)
         elif experts not in (1, degree):
@@ -355,7 +357,7 @@ def _check_trainers(trainers: tuple[TrainerConfig, ...], pools: dict[str, PoolCo
 
 
 def _check_trainer(pools: dict[str, PoolConfig], key: str, trainer: TrainerConfig) -> None:
-    _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, pools)
+    _check_tensor_parallel(key, trainer.pool, trainer.tensor_parallel, trainer.num_gpus, pools)
     _check_expert_slices(pools, key, trainer)
     _check_shard_ranks(key, trainer)
     ranks = trainer.copies * trainer.tensor_parallel
@@ -522,9 +524,10 @@ def _check_expert_slices(pools: dict[str, PoolConfig], key: str, trainer: Traine
     slices, ranks = trainer.expert_tensor_parallel, trainer.copies * trainer.tensor_parallel
     if slices is None:
         return
-    name, domain = f"{key}.expert_tensor_parallel", pools[trainer.pool].domain
+    name, pool = f"{key}.expert_tensor_parallel", pools[trainer.pool]
+    domain = pool.domain
     others = (f"{key}.expert_parallel", f"{key}.data_parallel", f"{key}.tensor_parallel")
-    if domain % slices:
+    if not pool.joins(slices):
         text = f"{name} must divide the {domain} GPUs that NVLink joins, got {slices}"
         raise RunError(name, slices, OneOf(divisors(domain)), text)
     if ranks % trainer.expert_parallel == 0 and ranks % trainer.expert_ranks:
@@ -567,17 +570,37 @@ def _check_verifier(verifier: VerifierConfig) -> None:
 
 
 def _check_tensor_parallel(
-    side: str, pool: str, degree: int, pools: dict[str, PoolConfig], *, spans_nodes: bool = False
+    side: str,
+    pool: str,
+    degree: int,
+    num_gpus: int,
+    pools: dict[str, PoolConfig],
+    *,
+    spans_nodes: bool = False,
 ) -> None:
-    """Refuse tensor ranks that share no NVLink, but for those of a replica that has several whole domains."""
-    config = pools[pool]
+    """Refuse tensor ranks that share no NVLink, but for those of a replica that has several whole domains.
+
+    A rack of 72 GPUs holds four groups of 16 tensor ranks. Its other eight GPUs are free for smaller groups.
+    """
+    config, key = pools[pool], f"{side}.tensor_parallel"
     domain, what = config.domain, "a node" if config.nvlink_domain is None else "an NVLink domain"
-    if domain % degree and not (spans_nodes and degree % domain == 0):
-        key = f"{side}.tensor_parallel"
-        text = f"{key} must divide the {domain} GPUs of {what}, got {degree}"
+    if not config.joins(degree) and not (spans_nodes and degree % domain == 0):
+        allowed = [f"must divide the {domain} GPUs of {what}"]
         if spans_nodes and config.num_gpus > domain:
-            text = f"{key} must divide the {domain} GPUs of {what} or be a multiple of them, got {degree}"
+            allowed.append("be a multiple of them")
+        if domain > config.gpus_per_node:
+            allowed.append(f"be whole nodes of {config.gpus_per_node} GPUs")
+        told = " or ".join([", ".join(allowed[:-1]) or allowed[-1], *allowed[1:][-1:]])
+        text = f"{key} {told}, got {degree}"
         raise RunError(key, degree, OneOf(divisors(domain)), text)
+    held = domain // degree
+    if domain % degree and held and num_gpus // degree > held * config.num_domains:
+        own = pool_key(pool, "nvlink_domain")
+        text = (
+            f"{key}={degree} has {num_gpus // degree} groups of tensor ranks, but {config.num_domains} NVLink domains of "
+            f"{domain} GPUs hold {held} each; use fewer GPUs, or set {own}={held * degree} if there are more domains"
+        )
+        raise RunError(key, degree, text=text, others=(own,))
 
 
 def _check_shared(
