@@ -11,9 +11,11 @@ A residual is the logarithm of published over predicted seconds. All errors come
    prediction with a normalised score (Lei et al. 2018, Distribution-free predictive inference for regression). There
    is a factor for each partition; one with few rows is pulled towards the larger one that it is part of.
 
-5. The band of a row is computed without its source. Two factors scale the lower and the upper half of all bands, so that
+5. Bands of rows are computed without their source. Two factors scale the lower and the upper half of all bands, so that
    10 % of these rows are below and 10 % above (the idea of the jackknife+, Barber et al. 2021). Bands of reports rest on
    all sources. Their factors are larger if more than 10 % of the rows are beyond an end.
+
+The coverage that is reported leaves a source out of all five steps, the two factors included (`nested_bands`).
 
 The strength of pooling has the lowest mean interval score of left-out sources (Gneiting and Raftery 2007, Strictly
 proper scoring rules, prediction and estimation). The score is the width of bands, plus ten times the distance of
@@ -34,7 +36,9 @@ import numpy as np
 
 from streamrl.hardware.step_errors import (
     ALL,
+    PAPER,
     STAGES,
+    Checked,
     Kind,
     Stage,
     StageErrors,
@@ -168,8 +172,19 @@ def derive(residuals: Sequence[Residual]) -> StepErrors:
         if each.stage == "step"
     }
     below, above = map(max, zip(sides[best], _sides_of(residuals, bands), strict=True))
-    found = _derive(residuals, best, (below, above))
-    return msgspec.structs.replace(found, left_out_sides=sides[best])
+    return _derive(residuals, best, (below, above))
+
+
+def nested_bands(residuals: Sequence[Residual]) -> dict[tuple[str, str], Sides]:
+    """Return by source and name of a step both halves of the band that reports would show if its source were unknown."""
+    found: dict[tuple[str, str], Sides] = {}
+    steps = [each for each in residuals if each.stage == "step"]
+    for source in dict.fromkeys(each.source for each in steps):
+        errors = derive([each for each in residuals if each.source != source])
+        for each in steps:
+            if each.source == source:
+                found[source, each.name] = _half_bands(each, errors)
+    return found
 
 
 def _left_out_sides(residuals: Sequence[Residual], prior: tuple[float, float]) -> Sides:
@@ -214,19 +229,14 @@ def _half_bands(step: Residual, errors: StepErrors) -> Sides:
     return -log(found.low), log(found.high)
 
 
-def with_bands(
-    steps: Sequence[Row], others: Sequence[Row], errors: StepErrors | None = None
-) -> list[Row]:
+def with_bands(steps: Sequence[Row], others: Sequence[Row]) -> list[Row]:
     """Return published rows with the bands of whole steps, each computed without the row's source.
 
     Args:
         steps: rows of RL steps and their stages.
         others: further rows of stages, such as training steps.
-        errors: has the strength of pooling and the factors of both sides; by default those that these rows give.
     """
-    residuals = residuals_of([*steps, *others])
-    errors = errors or derive(residuals)
-    bands = left_out_bands(residuals, errors.priors, errors.left_out_sides)
+    bands = nested_bands(residuals_of([*steps, *others]))
     found = []
     for row in steps:
         if row.stage == "step":
@@ -234,6 +244,32 @@ def with_bands(
             row = msgspec.structs.replace(row, band=(row.best * exp(-below), row.best * exp(above)))
         found.append(row)
     return found
+
+
+def checked_of(steps: Iterable[Row], figure: Mapping[str, Sequence[bool]]) -> list[Checked]:
+    """Return how many published steps of each system are within their bands.
+
+    Args:
+        steps: published rows with bands.
+        figure: by system, whether each step of the StreamRL paper is within its band.
+    """
+    runs: dict[str, list[bool]] = defaultdict(list)
+    for row in steps:
+        if row.stage == "step" and row.is_in_band is not None:
+            runs[row.system].append(row.is_in_band)
+    return [
+        Checked(group, system, len(some), sum(some))
+        for group, found in (("published", runs), (PAPER, figure))
+        for system, some in found.items()
+    ]
+
+
+def write_checked(found: Iterable[Checked], path: Path) -> None:
+    """Write profiles/errors/checked.csv."""
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(Checked._fields)
+        table.writerows(found)
 
 
 def _score(residuals: Sequence[Residual], bands: Mapping[tuple[str, str], Sides]) -> float:
@@ -265,7 +301,6 @@ def _derive(residuals: Sequence[Residual], prior: tuple[float, float], sides: Si
         stages=stages,
         correlation=_correlations(residuals, alike),
         sides=(1.0, 1.0),
-        left_out_sides=sides,
         factors={ALL: 1.0},
     )
     return msgspec.structs.replace(found, sides=sides, factors=_factors(steps, found))
@@ -413,7 +448,6 @@ def errors_text(errors: StepErrors) -> str:
         f"within_source = {errors.within_source}",
         f"priors = {list(errors.priors)}",
         f"sides = {list(errors.sides)}",
-        f"left_out_sides = {list(errors.left_out_sides)}",
     ]
     for stage, of in errors.stages.items():
         lines += ["", f"[stages.{stage}]", f"rows = {of.rows}", f"sources = {of.sources}"]

@@ -13,6 +13,8 @@ from streamrl.runfile.files import make_run
 from streamrl.sim.fidelity.published_rows import Row, read_published
 
 GIB = 2**30
+SAME_SOURCE, INDEPENDENT = "reports that gave the constants", "independent logs"
+"""Sources of rows: those that constants of memory were fitted to, and all others."""
 LENGTHS = "r1-distill-aime"
 SHORT = 256
 """Longest output of the predicted runs; the size of a KV cache does not depend on it."""
@@ -74,13 +76,20 @@ def predict_room(row: RoomRow) -> float:
 
 def room_rows() -> list[Row]:
     """Return every published KV cache with its prediction."""
-    return [_row(row) for row in read_rooms()]
+    fitted = {_page(row) for row in read_rooms() if row.fitted}
+    return [_row(row, _page(row) in fitted) for row in read_rooms()]
 
 
-def _row(row: RoomRow) -> Row:
+def _page(row: RoomRow) -> str:
+    """Return the source of a row, without what it says of a single model."""
+    return row.source.partition(" (")[0]
+
+
+def _row(row: RoomRow, is_of_fit: bool) -> Row:
+    """Return a row. `is_of_fit` says whether constants were fitted to other rows of its source."""
     ours = predict_room(row)
     layout = f"{row.gpu} TP{row.tensor_parallel}, share {row.share:g}"
-    kind = "constants from these" if row.fitted else "others"
+    kind = "constants from these" if row.fitted else SAME_SOURCE if is_of_fit else INDEPENDENT
     return Row(
         name=f"{row.model} in {row.dtype}, {layout}",
         group=f"KV cache, {row.engine}: {kind}",

@@ -29,7 +29,8 @@ from streamrl.engine.messages import Generated, PromptsDrawn, WeightsLoaded
 from streamrl.engine.trace import Trace
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import find_profile, read_profile
-from streamrl.record.metrics import measure_speed
+from streamrl.record.band import model_error_of
+from streamrl.record.metrics import measure_speed, steady_basis
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import make_run
 from streamrl.runfile.keys import place_of
@@ -169,6 +170,8 @@ class Times(NamedTuple):
     """Time from the prompts to the last rollout, or to the next prompts if these come earlier. On
     shared GPUs it starts with the weight load.
     """
+    error: tuple[float, float] = (1.0, 1.0)
+    """Lowest and highest ratio of true to simulated seconds, by the band of the first seed."""
 
     @property
     def throughput(self) -> float:
@@ -245,8 +248,13 @@ def make_case(case: Case, seed: int = 0, changes: dict[str, Any] | None = None) 
 
 def take_times(case: Case, changes: dict[str, Any] | None = None) -> Times:
     """Simulate a case with every seed; dotted keys in `changes` replace values."""
-    found = [_measure(simulate(make_case(case, seed, changes))) for seed in SEEDS]
-    return Times(median(t.step_time for t in found), median(t.generation_time for t in found))
+    traces = [simulate(make_case(case, seed, changes)) for seed in SEEDS]
+    found, error = [_measure(trace) for trace in traces], model_error_of(steady_basis(traces[0]))
+    return Times(
+        median(t.step_time for t in found),
+        median(t.generation_time for t in found),
+        (error.low, error.high),
+    )
 
 
 def on_wider_replicas(case: Case) -> dict[str, Any]:

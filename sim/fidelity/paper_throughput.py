@@ -15,6 +15,7 @@ from streamrl.sim.fidelity.paper import (
     BATCH,
     LENGTHS,
     MODELS,
+    SYSTEMS,
     Case,
     Times,
     load_paper,
@@ -32,6 +33,7 @@ from streamrl.sim.fidelity.paper_figure import (
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.world import simulate
 
+END_TO_END = "Figure 8"
 COLUMNS = ("verl", "colocated", "sync", "async")
 CELLS = [
     Case(size, length, system) for length in LENGTHS for size in MODELS for system in COLUMNS[1:]
@@ -58,7 +60,7 @@ def end_to_end() -> PaperFigure:
     ]
     errors = [abs(cell.error) for cell in cells]
     return PaperFigure(
-        name="Figure 8",
+        name=END_TO_END,
         title="end-to-end throughput, PPO, 1,024 rollouts a step",
         unit="samples/s",
         cells=cells,
@@ -67,6 +69,17 @@ def end_to_end() -> PaperFigure:
         found=f"mean {mean_error(cells):.1%}, largest {max(errors):.1%}",
         notes=[_consistency_note(), _doubling_note(), _longest_note(ours), _wider_note(ours)],
     )
+
+
+def cells_in_band() -> dict[str, list[bool]]:
+    """Return by system whether each cell of Figure 8 is within the band of our step."""
+    ours = take_all_times(CELLS)
+    found: dict[str, list[bool]] = {}
+    for case in CELLS:
+        low, high = ours[case].error
+        is_within = low <= ours[case].throughput / paper_throughput(case) <= high
+        found.setdefault(SYSTEMS[case.system]["system"], []).append(is_within)
+    return found
 
 
 def ratios() -> PaperFigure:

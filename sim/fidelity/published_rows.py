@@ -30,6 +30,12 @@ Evidence = Literal["not fitted", "left out", "in sample"]
 """
 
 
+AT_DEFAULTS = "racks at defaults"
+"""A run file that does not say how nodes are placed in racks: NVLink joins up to 72 GPUs."""
+AT_LOW_ENDS = "low ends"
+"""The lowest prediction, where a source does not state an input."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One published figure and the range of its prediction.
 
@@ -68,6 +74,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of a published step; None for other figures."""
     partitions: tuple[str, ...] = ()
     """Groups of summaries, if the row counts in several."""
+    readings: dict[str, float] = {}
+    """The prediction by other readings of its inputs: `AT_DEFAULTS` and `AT_LOW_ENDS`."""
+    configuration: str = ""
+    """What rows that repeat one configuration have in common; "" for a row of its own."""
+    system: str = ""
+    """The system of `[policies]` of a published step."""
     note: str = ""
     """Unknown inputs, and assumptions about them."""
     source: str
@@ -84,6 +96,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def best(self) -> float:
         """Return the prediction that rests least on the row: without its shape, else the middle of its range."""
         return middle(self.predicted) if self.left_out is None else self.left_out
+
+    def error_by(self, reading: str) -> float:
+        """Return the error of another reading, or that of the prediction if the row does not have it."""
+        return self.readings.get(reading, self.best) / middle(self.published) - 1
 
     @property
     def error_beside(self) -> float | None:
@@ -165,18 +181,27 @@ def read_published(path: Path) -> list[dict[str, str]]:
 
 @functools.cache
 def first_predictions() -> dict[str, tuple[float, float]]:
-    """Return by name the range of the first prediction of each row of which it was kept."""
+    """Return by name the range of the earliest prediction of each row of which it was kept."""
     table = read_published(PUBLISHED / "first_predictions.csv")
     return {line["name"]: (float(line["lowest"]), float(line["highest"])) for line in table}
 
 
-def first_error(rows: Sequence[Row]) -> float | None:
-    """Return the median error of the first predictions of rows; None if one was not kept."""
-    first = [first_predictions().get(row.name) for row in rows]
-    if not first or None in first:
+def first_errors(rows: Sequence[Row]) -> list[float]:
+    """Return the absolute errors of the first predictions of rows, as far as they were kept."""
+    pairs = ((row, first_predictions().get(row.name)) for row in rows)
+    return [abs(middle(ends) / middle(row.published) - 1) for row, ends in pairs if ends]
+
+
+def median_by(rows: Sequence[Row], reading: str) -> float | None:
+    """Return the median error of rows by another reading; None if no row has it."""
+    if not any(reading in row.readings for row in rows):
         return None
-    pairs = zip(rows, first, strict=True)
-    return median(abs(middle(ends) / middle(row.published) - 1) for row, ends in pairs if ends)
+    return median(abs(row.error_by(reading)) for row in rows)
+
+
+def num_configurations(rows: Sequence[Row]) -> int:
+    """Return how many configurations rows are of: one configuration may be published for several releases."""
+    return len({row.configuration or row.name for row in rows})
 
 
 def publisher(source: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from streamrl.hardware.profiles import PROFILES
-from streamrl.sim.fidelity.published_rows import Row, middle
+from streamrl.sim.fidelity.published_rows import AT_DEFAULTS, AT_LOW_ENDS, Row, middle
 from streamrl.sim.fidelity.rl_steps import (
     Published,
     choices_of,
@@ -120,6 +120,7 @@ def pairs_of(steps: Sequence[Row]) -> list[Row]:
             unit="x",
             published=(_published(both[True]) / _published(both[False]),) * 2,
             predicted=(both[True].best / both[False].best,) * 2,
+            readings=_readings(both[True], both[False]),
             note="mean lengths of the two are up to a tenth apart",
             source=both[True].source,
         )
@@ -164,9 +165,19 @@ def _published(row: Row) -> float:
     return middle(row.published)
 
 
-def num_reversed(pairs: Sequence[Row]) -> int:
-    """Return in how many pairs the faster one of two steps is predicted as the slower one."""
-    return sum((row.published[0] > 1) != (row.predicted[0] > 1) for row in pairs)
+def _readings(over: Row, under: Row) -> dict[str, float]:
+    """Return the ratio of two steps by other readings of their inputs."""
+    ratios = {AT_LOW_ENDS: over.predicted[0] / under.predicted[0]}
+    if over.readings:
+        ratios[AT_DEFAULTS] = over.readings[AT_DEFAULTS] / under.readings[AT_DEFAULTS]
+    return ratios
+
+
+def num_reversed(pairs: Sequence[Row], reading: str = "") -> int:
+    """Return in how many pairs the faster one of two steps is predicted as the slower one, by a reading of their inputs."""
+    return sum(
+        (row.published[0] > 1) != (row.readings.get(reading, row.predicted[0]) > 1) for row in pairs
+    )
 
 
 ON_POLICY, ONE_OFF = "on policy: step", "1 step off: step"

@@ -10,6 +10,7 @@ Inputs that a source does not state are ranges: a row is predicted with every co
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ from streamrl.sim.batch_generation import DrawnBatch, generate_batch
 from streamrl.sim.costs.colocation import PhaseChange
 from streamrl.sim.costs.corrections import own_switch
 from streamrl.sim.costs.costs import Costs
-from streamrl.sim.fidelity.published_rows import Row
+from streamrl.sim.fidelity.published_rows import AT_DEFAULTS, Row
 from streamrl.sim.fidelity.switches import switch_rows
 from streamrl.sim.parallel import worker_pool
 from streamrl.sim.world import simulate
@@ -298,14 +299,36 @@ def steps_rows() -> list[Row]:
 
 
 def stage_rows(published: Sequence[Published], pool: Executor) -> list[Row]:
-    """Return the published stages of steps with their predictions."""
-    wanted = [(step, choice) for step in published for choice in choices_of(step)]
+    """Return the published stages of steps with their predictions, and with those of racks at defaults."""
+    readings = [at_defaults(step) for step in published]
+    every = [*published, *filter(None, readings)]
+    wanted = [(step, choice) for step in every for choice in choices_of(step)]
     found = list(pool.map(simulate_step, *zip(*wanted, strict=True)))
     rows = []
-    for step in published:
-        ours = [each for (one, _), each in zip(wanted, found, strict=True) if one is step]
-        rows += list(_stage_rows(step, ours))
+    for step, reading in zip(published, readings, strict=True):
+        ours, default = (
+            [each for (one, _), each in zip(wanted, found, strict=True) if one is asked]
+            for asked in (step, reading)
+        )
+        rows += list(_stage_rows(step, ours, default))
     return rows
+
+
+def at_defaults(step: Published) -> Published | None:
+    """Return a step on racks of which nothing is stated; None for a step on nodes without racks."""
+    if DOMAIN not in _dotted(step.table):
+        return None
+    table = deepcopy(step.table)
+    place, last = place_of(table, DOMAIN)
+    del place[last]
+    opens = {key: values for key, values in step.opens.items() if key != DOMAIN}
+    return msgspec.structs.replace(step, table=table, opens=opens)
+
+
+DOMAIN = "cluster.pools.gpus.nvlink_domain"
+"""GPUs of a rack that NVLink joins, or of the part of one in which nodes are."""
+RELEASE = re.compile(r" \d[\d.]*(?=[:,])|, second run")
+"""What names of one configuration differ in: the release of the framework, and repeated runs."""
 
 
 def choices_of(step: Published) -> Iterator[dict[str, Any]]:
@@ -432,8 +455,15 @@ def _generated(layout: tuple[str, int], unstated: Unstated) -> float:
     return generate_batch(run, Costs.load(run), batch)[-1].time
 
 
-def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[Row]:
+def _stage_rows(
+    step: Published, found: Sequence[Simulated | None], at_default: Sequence[Simulated | None] = ()
+) -> Iterator[Row]:
     """Yield a row for each published stage from the combinations of inputs that our memory model lets run.
+
+    Args:
+        step: the published step.
+        found: its simulations.
+        at_default: those on racks of which nothing is stated; empty without racks.
 
     Raises:
         ValueError: none of them runs, nor with recomputation.
@@ -446,6 +476,7 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
         raise ValueError(f"{step.name}: our memory model refuses it")
     for stage, seconds in step.stages.items():
         ours = [one.seconds[stage] for one in times]
+        reading = [one.seconds[stage] for one in at_default if one is not None]
         is_whole = step.stages.keys() == {"step"}
         group = f"whole steps: {step.partition}" if is_whole else f"stages of RL steps: {stage}"
         row = Row(
@@ -460,6 +491,9 @@ def _stage_rows(step: Published, found: Sequence[Simulated | None]) -> Iterator[
             is_fitted=stage in step.fitted,
             note=note,
             num_gpus=step.num_gpus,
+            readings={AT_DEFAULTS: sqrt(min(reading) * max(reading))} if reading else {},
+            configuration=RELEASE.sub("", f"{step.name}: {stage}"),
+            system=make_run(step.table).policies.system,
             has_stages=not is_whole,
             source=step.source,
         )

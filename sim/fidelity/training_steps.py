@@ -185,11 +185,19 @@ def training_rows() -> list[Row]:
                 is_fitted=is_fitted(step),
                 left_out=left_out,
                 source=step.source,
+                configuration=_configuration(step),
                 stage="train",
                 basis=StepBasis(replicas={}, trainer={}, partition=_partition(step)),
             )
         )
     return rows
+
+
+def _configuration(step: PublishedStep) -> str:
+    """Return the layout and precision of a step, which rows of several releases have in common."""
+    layout = (step.data_parallel, step.tensor_parallel, step.pipeline_parallel, step.virtual_stages)
+    parts = (step.expert_parallel, step.context_parallel, step.sequences, step.tokens)
+    return f"{step.gpu} {step.model} {step.dtype} {step.micro_batch} {layout} {parts}"
 
 
 def _partition(step: PublishedStep) -> tuple[str, ...]:

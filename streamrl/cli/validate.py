@@ -14,7 +14,7 @@ from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import AsJson, claim_directory, print_json, stdout_console
 from streamrl.hardware.profiles import PROFILES
-from streamrl.hardware.step_errors import PATH, step_errors
+from streamrl.hardware.step_errors import CHECKED_PATH, PATH
 from streamrl.report.fidelity import (
     ASYNCHRONY,
     EXECUTED,
@@ -29,10 +29,12 @@ from streamrl.report.fidelity import (
 from streamrl.runfile.result_files import write_file
 from streamrl.sim.fidelity.bands import (
     RESIDUALS,
+    checked_of,
     derive,
     errors_text,
     residuals_of,
     with_bands,
+    write_checked,
     write_residuals,
 )
 from streamrl.sim.fidelity.constants import write_constants
@@ -48,7 +50,14 @@ from streamrl.sim.fidelity.kv_room import room_rows
 from streamrl.sim.fidelity.paper_figure import PaperFigure
 from streamrl.sim.fidelity.paper_generation import constants, decode_curve, dispatch
 from streamrl.sim.fidelity.paper_scaling import adjustment, divisions, scaling
-from streamrl.sim.fidelity.paper_throughput import ablation, end_to_end, heterogeneous, ratios, verl
+from streamrl.sim.fidelity.paper_throughput import (
+    ablation,
+    cells_in_band,
+    end_to_end,
+    heterogeneous,
+    ratios,
+    verl,
+)
 from streamrl.sim.fidelity.published_rows import Row, group_table, grouped, row_table, summarise
 from streamrl.sim.fidelity.ratios import doubled_of, pairs_of, ratio_rows
 from streamrl.sim.fidelity.rl_steps import steps_rows
@@ -138,8 +147,7 @@ def validate(
     names = [name for name in ROWS if what == name or (what is None and not figure)]
     sets = {name: ROWS[name]() for name in names}
     if STEPS in sets:
-        errors = None if output is not None else step_errors()
-        sets[STEPS] = with_bands(sets[STEPS], sets.get(TRAINING) or training_rows(), errors)
+        sets[STEPS] = with_bands(sets[STEPS], sets.get(TRAINING) or training_rows())
         if RATIOS in sets:
             sets[RATIOS] += [*pairs_of(sets[STEPS]), *doubled_of(sets[STEPS])]
     has_paper = what in (None, PAPER) and before is None
@@ -271,6 +279,7 @@ def write_errors(sets: dict[str, list[Row]], found: list[PaperFigure], output: P
     write_residuals(residuals, output / RESIDUALS)
     if output.resolve() == PROFILES.resolve().parent / "docs":
         write_file(PATH, errors_text(derive(residuals)))
+        write_checked(checked_of(sets[STEPS], cells_in_band()), CHECKED_PATH)
         readme = output.parent / "README.md"
         page = with_scorecard(readme.read_text(encoding="utf-8"), sets, found)
         write_file(readme, page)

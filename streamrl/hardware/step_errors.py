@@ -7,11 +7,12 @@ file from docs/fidelity-residuals.csv.
 
 from __future__ import annotations
 
+import csv
 import functools
 from collections.abc import Mapping, Sequence
 from math import erf, log, sqrt
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from streamrl.hardware.profile_table import ProfileTable
 from streamrl.hardware.profiles import PROFILES, read_profile
@@ -56,8 +57,6 @@ class StepErrors(ProfileTable, frozen=True, kw_only=True):
     sides: tuple[float, float]
     """Factors of all bands below and above their predictions. At most half of the share 1 - `coverage` of the published
     steps, and of the steps of left-out sources, is beyond either end."""
-    left_out_sides: tuple[float, float]
-    """The same for the steps of left-out sources alone."""
     stages: dict[Stage, StageErrors]
     correlation: dict[str, float]
     """By two stages, as in "generation train"."""
@@ -146,6 +145,53 @@ def _nearest(table: Mapping[str, float], partition: Sequence[str]) -> float:
 def _normal(deviations: float) -> float:
     """Return the share of a normal distribution below a number of standard deviations."""
     return (1 + erf(deviations / sqrt(2))) / 2
+
+
+CHECKED_PATH = PROFILES / "errors" / "checked.csv"
+PAPER = "StreamRL's Figure 8"
+"""The one group of steps in `CHECKED_PATH` that is of a figure; all others are of published runs."""
+
+
+class Checked(NamedTuple):
+    """Published steps that were compared with their bands."""
+
+    group: str
+    """"published" for runs, whose source was left out of the band. Otherwise a figure."""
+    system: str
+    """The system of `[policies]`."""
+    steps: int
+    within: int
+    """Steps within their band."""
+
+
+@functools.cache
+def checked_steps(path: Path = CHECKED_PATH) -> tuple[Checked, ...]:
+    """Read how many published steps of each system are within their bands."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(
+            Checked(line["group"], line["system"], int(line["steps"]), int(line["within"]))
+            for line in csv.DictReader(file)
+        )
+
+
+def checked_text(system: str, has_environments: bool) -> str:
+    """Return how many published steps of a system are within their bands, for the end of a sentence.
+
+    Args:
+        system: the system of `[policies]`; "" for all systems together.
+        has_environments: whether the run has environments; no published step has.
+    """
+    found = [each for each in checked_steps() if system in ("", each.system)]
+    runs = [each for each in found if each.group != PAPER]
+    steps, within = sum(each.steps for each in runs), sum(each.within for each in runs)
+    of = f"{system} steps" if system else "steps"
+    told = f"{within} of {steps} published {of} are within it"
+    if has_environments:
+        return "no published step with environments was compared"
+    if not steps:
+        told = f"no published run of {system} was compared"
+    figure = [each for each in found if each.group == PAPER and system]
+    return told + "".join(f", and {each.within} of {each.steps} of {PAPER}" for each in figure)
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
     band  =  95 % interval of the mean step  x  model error of the step
 
-The model error is the one of `streamrl.hardware.step_errors`: eight in ten published steps whose source was
-left out are within it, one in ten is longer and one in ten shorter. A recorded run was measured by a clock and has no
-model error.
+The model error is the one of `streamrl.hardware.step_errors`. It was made so that eight in ten published steps are within it,
+one in ten is longer and one in ten shorter. Fewer steps of a source that was left out are within it: `checked_steps` has
+how many of each system. A recorded run was measured by a clock and has no model error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from streamrl.hardware.step_errors import (
     Basis,
     Stage,
     StepErrors,
+    checked_text,
     step_errors,
 )
 from streamrl.hardware.tiers import DATASHEETS, PARTITION, SPREADS, TIERS, Tier, datasheet_share
@@ -91,6 +92,18 @@ class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rests_on(self) -> Basis:
         """What most seconds of generation and training rest on."""
+        tiers = self._shares_of_tiers()
+        if tiers.get("measured", 0.0) > 0.5:
+            return "measured"
+        return "datasheets" if datasheet_share(tiers) > MOST_UNMEASURED else "tables"
+
+    @property
+    def roofline_share(self) -> float:
+        """Return the share of the seconds of generation and training that are rooflines."""
+        return self._shares_of_tiers().get("roofline", 0.0)
+
+    def _shares_of_tiers(self) -> dict[Tier, float]:
+        """Return the share of the seconds of generation and training by tier."""
         parts = [
             (stage, seconds)
             for side in (self.replicas, self.trainer)
@@ -102,9 +115,7 @@ class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
         for stage, seconds in parts:
             for tier, share in self.tiers.get(stage, {}).items():
                 tiers[tier] = tiers.get(tier, 0.0) + share * seconds / total
-        if tiers.get("measured", 0.0) > 0.5:
-            return "measured"
-        return "datasheets" if datasheet_share(tiers) > MOST_UNMEASURED else "tables"
+        return tiers
 
     def spreads(self, errors: StepErrors, unchecked: Sequence[str] = ()) -> dict[Stage, float]:
         """Return the spread of each stage, with that of datasheets, of factors with few sources, and of unchecked seconds."""
@@ -142,6 +153,10 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
     """Share of all seconds that come from datasheets, by what takes them, the largest first."""
     stages: dict[Stage, StageError] = {}
     """What the error is made of."""
+    system: str = ""
+    """The system of the run; "" where it is not known."""
+    has_environments: bool = False
+    """Whether the run has environments."""
 
     @property
     def is_guess(self) -> bool:
@@ -157,7 +172,7 @@ class ModelError(msgspec.Struct, frozen=True, kw_only=True):
         if self.unchecked:
             return f"band of a guess: errors of {listing(self.unchecked)} were never checked"
         small = f"; {share}" if self.datasheet_share >= 0.005 else ""
-        return f"band: 8 in 10 published steps are within it{small}"
+        return f"band: {checked_text(self.system, self.has_environments)}{small}"
 
     @property
     def of_step(self) -> str:
@@ -337,7 +352,11 @@ def read_model_error(
     tiers_of = {each: found for each in weights if isinstance(found := trace.facts[each], Mapping)}
     named = named_datasheets(weights, tiers_of, parts)
     basis = read_basis(trace, shares)
-    return model_error_of(basis, datasheet_share(tiers), unchecked, named)
+    return msgspec.structs.replace(
+        model_error_of(basis, datasheet_share(tiers), unchecked, named),
+        system=trace.run.policies.system,
+        has_environments=trace.run.environment is not None,
+    )
 
 
 def _is_composed(shares: object) -> bool:

@@ -281,9 +281,7 @@ def _check_domains(pools: dict[str, PoolConfig]) -> None:
 def _check_rollout(kinds: tuple[RolloutConfig, ...], pools: dict[str, PoolConfig]) -> None:
     for kind, rollout in enumerate(kinds):
         key, degree, experts = kind_key(kind), rollout.tensor_parallel, rollout.expert_parallel
-        _check_tensor_parallel(
-            key, rollout.pool, degree, rollout.num_gpus, pools, spans_nodes=True
-        )
+        _check_tensor_parallel(key, rollout.pool, degree, rollout.num_gpus, pools, spans_nodes=True)
         if rollout.data_parallel > 1:
             _check_attention_ranks(key, rollout)
         elif experts not in (1, degree):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from streamrl.hardware.step_errors import checked_text
 from streamrl.hardware.tiers import datasheet_share
 from streamrl.record.band import ModelError
 
 METHOD = (
     "The band takes the least and the most of the simulated seeds, of one seed the 95 % interval of its mean step, and stretches both by "
-    "the error of the step: of ten published steps whose source was left out, eight are within it and one is longer "
-    "(`streamrl validate steps`)."
+    "the error of the step. It was made so that eight of ten published steps are within it. If the source of a step was left out, fewer are: "
+    f"{checked_text('', False)} (`streamrl validate steps`)."
 )
 SHARED = (
     "Two plans on the same GPUs share most of these errors, so which of them is cheaper is surer than what "
