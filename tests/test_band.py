@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from streamrl.hardware.step_errors import PAPER, checked_steps, checked_text
 from streamrl.hardware.tiers import SPREADS
 from streamrl.record.band import (
     Band,
@@ -59,7 +60,10 @@ def test_what_does_not_grow_with_seconds_is_in_no_band() -> None:
 
 
 def test_the_note_of_a_band_says_what_it_holds_and_whether_it_is_a_guess() -> None:
-    assert not ERROR.is_guess and ERROR.note == "band: 8 in 10 published steps are within it"
+    assert not ERROR.is_guess and ERROR.note == f"band: {checked_text('', False)}"
+    assert replace(ERROR, has_environments=True).note == (
+        "band: no published step with environments was compared"
+    )
     assert ERROR.of_step == "-20 to +25 %"
     unchecked = replace(ERROR, unchecked=["train"])
     assert unchecked.is_guess
@@ -67,6 +71,28 @@ def test_the_note_of_a_band_says_what_it_holds_and_whether_it_is_a_guess() -> No
     guess, little = (replace(ERROR, datasheet_share=share) for share in (0.7, 0.04))
     assert guess.note == "band of a guess: 70 % of the seconds are from datasheets"
     assert little.note == f"{ERROR.note}; 4 % of the seconds are from datasheets"
+
+
+def test_the_note_of_a_band_says_for_which_system_it_was_checked() -> None:
+    runs = {each.system: each for each in checked_steps() if each.group != PAPER}
+    figure = {each.system: each for each in checked_steps() if each.group == PAPER}
+    assert runs.keys() == {"colocated", "one-step-async"}
+    assert figure.keys() == {"colocated", "stream-sync", "stream-async"}
+    assert sum(each.steps for each in figure.values()) == 27
+    alone, both, none = (
+        replace(ERROR, system=system).note
+        for system in ("one-step-async", "colocated", "stream-async")
+    )
+    of = runs["one-step-async"]
+    assert alone == (
+        f"band: {of.within} of {of.steps} published one-step-async steps are within it"
+    )
+    of = figure["colocated"]
+    assert both.endswith(f"are within it; in {PAPER}, {of.within} of {of.steps} are")
+    assert none.startswith("band: no published run of stream-async was compared; in StreamRL")
+    assert replace(ERROR, system="fully-async").note == (
+        "band: no published run of fully-async was compared"
+    )
 
 
 def test_bands_of_several_seeds_are_joined() -> None:
@@ -122,9 +148,7 @@ def test_terminal_json_and_report_of_a_simulation_have_one_band(
 
 def test_intervals_are_shown_to_who_asks() -> None:
     assert time_text(WHOLE, intervals=True) == "2.500 h ± 0.028"
-    assert headline(WHOLE, ERROR, intervals=True).endswith(
-        "; ± is a 95 % interval; band: 8 in 10 published steps are within it"
-    )
+    assert headline(WHOLE, ERROR, intervals=True).endswith(f"; ± is a 95 % interval; {ERROR.note}")
     assert "±" not in headline(WHOLE, ERROR)
     assert figure_text(PREDICTED, "step_time", intervals=True) == "90 s ± 1"
 

@@ -23,6 +23,7 @@ from streamrl.sim.costs.overheads import decode_errors, load_engine
 from streamrl.sim.fidelity import rl_steps
 from streamrl.sim.fidelity.paper_figure import FigureCell, PaperFigure
 from streamrl.sim.fidelity.published_rows import (
+    AT_DEFAULTS,
     Row,
     band_text,
     first_predictions,
@@ -35,6 +36,7 @@ from streamrl.sim.fidelity.ratios import DOUBLED, PAIRS
 from streamrl.sim.fidelity.rl_steps import (
     PhaseSeconds,
     Published,
+    at_defaults,
     choices_of,
     load_published,
     phase_seconds,
@@ -310,10 +312,10 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     }
     training, memory = list(scorecard(sets))[2:]
     cells = [cell.strip() for cell in training.strip("|").split("|")]
-    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[7] == "150% (widest 300%)"
-    assert cells[10:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
+    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[8] == "150% (widest 300%)"
+    assert cells[11:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
     assert memory.startswith(
-        "| KV cache of replicas (most rows are of one report) | 0 |"
+        "| KV cache of replicas: reports that gave the constants | 0 |"
     ) and memory.endswith("10.0% of 1 |")
 
 
@@ -325,14 +327,36 @@ def test_first_predictions_and_steps_without_published_stages_are_marked() -> No
     total = replace(ROW, name=name, stage="step", basis=basis, band=(8.0, 9.9), has_stages=False)
     (line,) = list(scorecard({"steps": [total]}))[2:]
     error = abs(middle((low, high)) / 10 - 1)
-    assert f", {TOTALS} | 1 | 1 | 10.0% | {error:.1%} |" in line
-    assert f"were {error:.1%} off in median, and today's are 10.0% off" in _bias([total])
+    assert f", {TOTALS} | 1 | 1 | 10.0% |  | {error:.1%} |" in line
+    assert f"{error:.1%} off in median and {error:.0%} at p90, and today's are 10.0% off" in _bias(
+        [total]
+    )
     assert any(f"{name} ({TOTALS})" in line for line in sections({"steps": [total]}))
     published = {f"{step.name}: step": step for step in PUBLISHED.values()}
     assert first_predictions().keys() <= published.keys()
-    assert len(first_predictions()) == sum(
+    later = [name for name in published if " in fp8 " in name]
+    assert len(first_predictions()) + len(later) == sum(
         step.stages.keys() == {"step"} for step in published.values()
     )
+
+
+def test_a_step_on_racks_has_a_second_reading_whose_replicas_are_in_one_rack_each() -> None:
+    on_racks = [step for step in PUBLISHED.values() if at_defaults(step) is not None]
+    assert {step.partition.partition(",")[0] for step in on_racks} == {"gb200"}
+    assert len(on_racks) == sum(" GB200, " in name for name in PUBLISHED)
+    for step in on_racks:
+        run = make_run(default.table) if (default := at_defaults(step)) else None
+        assert run is not None and run.cluster.pools["gpus"].nvlink_domain == 72
+
+
+def test_the_scorecard_shows_both_readings_of_racks_and_counts_configurations() -> None:
+    basis = StepBasis(replicas={}, trainer={}, partition=("mixture", "blackwell", "a framework"))
+    step = replace(ROW, stage="step", basis=basis, band=(8.0, 11.0), configuration="one")
+    rows = [replace(step, name=name, readings={AT_DEFAULTS: 5.0}) for name in "ab"]
+    (line,) = list(scorecard({"steps": rows}))[2:]
+    assert "| 2 (1) | 1 | 10.0% | 50.0% |" in line
+    (told,) = [each for each in _told({"steps": rows}, ()) if each.startswith("**2 whole steps")]
+    assert "10.0% (all)" in told and "50.0% (all)" in told
 
 
 def test_models_whose_errors_cancel_have_lines_of_their_own_in_the_long_scorecard_alone() -> None:

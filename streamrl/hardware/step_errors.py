@@ -191,7 +191,7 @@ def checked_text(system: str, has_environments: bool) -> str:
     if not steps:
         told = f"no published run of {system} was compared"
     figure = [each for each in found if each.group == PAPER and system]
-    return told + "".join(f", and {each.within} of {each.steps} of {PAPER}" for each in figure)
+    return told + "".join(f"; in {PAPER}, {each.within} of {each.steps} are" for each in figure)
 
 
 @functools.cache
