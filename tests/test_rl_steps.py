@@ -312,7 +312,9 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     }
     training, memory = list(scorecard(sets))[2:]
     cells = [cell.strip() for cell in training.strip("|").split("|")]
-    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[8] == "150% (widest 300%)"
+    assert (
+        cells[:4] == ["training steps", "2 (1)", "1", "5.0%"] and cells[8] == "150% (widest 300%)"
+    )
     assert cells[11:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
     assert memory.startswith(
         "| KV cache of replicas: reports that gave the constants | 0 |"
@@ -366,7 +368,7 @@ def test_models_whose_errors_cancel_have_lines_of_their_own_in_the_long_scorecar
     every, longer, shorter = list(scorecard({"steps": steps}))[2:]
     assert ": b | 1 |" in longer and "| +10.0% |" in longer
     assert f": {ROW.shape} | 1 |" in shorter and "| -10.0% |" in shorter
-    assert "| 2 | 1 | 10.0% |" in every and len(list(scorecard({"steps": [step, step]}))) == 3
+    assert "| 2 (1) | 1 | 10.0% |" in every and len(list(scorecard({"steps": [step, step]}))) == 3
     dense = replace(step, basis=replace(basis, partition=("dense", "hopper", "a framework")))
     assert len(list(scorecard({"steps": [dense, replace(dense, shape="b")]}))) == 3
     assert len(list(short_scorecard({"steps": steps}))) == 3
@@ -405,7 +407,7 @@ def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_c
     told = "\n".join(_told({"steps": steps, "ratios": [*pairs, doubled]}, [figure]))
     assert "The same run: 1 pairs, published 0.80 to 0.80" in told
     assert "and the sign is reversed in 1." in told
-    assert "They cover 0 of the 1 steps that are not of a page; 0 of these have fitted" in told
+    assert "Of the 1 steps that are not of a page, 0 are within; 0 of these have fitted" in told
     assert "The 3 whole steps that no program fitted are of" in told and "fitted ones" not in told
     assert (
         "3 of 3 whole steps that no program fitted take longer" in told
@@ -449,8 +451,8 @@ def test_the_readme_has_the_figures_of_the_page_for_rows_that_no_program_fitted(
     part = readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     shown, every = ({c[0]: c for c in _cells(text)} for text in (part, page.partition("## ")[0]))
     for name, cells in shown.items():
-        _, number, _, median, first, high, bias, _, banded, band, *_ = every[name]
-        assert cells[1:] == [number, median, first, high, bias, band, banded], name
+        _, number, _, median, default, first, high, bias, _, banded, band, *_ = every[name]
+        assert cells[1:] == [number, median, default, first, high, bias, band, banded], name
     free = [name for name, cells in every.items() if cells[1] != "0" and "ratios" not in name]
     moe = [name for name in free if name.startswith(MOE_STEPS)]
     by_model = {name for name in moe if ": " in name.removeprefix(MOE_STEPS)}

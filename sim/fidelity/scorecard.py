@@ -491,7 +491,7 @@ def _rooflines(banded: Sequence[Row]) -> str:
         if some
     )
     return (
-        f"Rooflines do not widen them, although errors are larger there. {told} No published step has more than {max(shares):.0%}, so no row "
+        f"Rooflines do not widen them. {told} No published step has more than {max(shares):.0%}, so no row "
         "checks a band above that."
     )
 
