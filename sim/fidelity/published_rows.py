@@ -201,7 +201,8 @@ def median_by(rows: Sequence[Row], reading: str) -> float | None:
 
 def num_configurations(rows: Sequence[Row]) -> int:
     """Return how many configurations rows are of: one configuration may be published for several releases."""
-    return len({row.configuration or row.name for row in rows})
+    stated = [row.configuration for row in rows if row.configuration]
+    return len(set(stated)) + len(rows) - len(stated)
 
 
 def publisher(source: str) -> str:

@@ -531,10 +531,11 @@ def _trained(rows: Sequence[Row]) -> str:
         if some:
             ((model, count),) = Counter(row.shape for row in some).most_common(1)
             fp8 = sum(" fp8 " in row.configuration for row in some)
+            parts = [f"{fp8} in fp8"] * bool(fp8) + [f"{count} of {model}"]
             told.append(
-                f"the {len(some)} rows of {words} are {num_configurations(some)} configurations; {fp8} rows are in fp8, and {count} are of {model}"
+                f"The {len(some)} rows of {words} are {num_configurations(some)} configurations ({', '.join(parts)})."
             )
-    return f"Of training steps that no program fitted, {'. Of them, '.join(told)}."
+    return f"Training steps that no program fitted: {' '.join(told)}"
 
 
 def _bias(banded: Sequence[Row]) -> str:
