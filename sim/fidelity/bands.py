@@ -267,6 +267,9 @@ def checked_of(steps: Iterable[Row], figure: Mapping[str, Sequence[bool]]) -> li
 def write_checked(found: Iterable[Checked], path: Path) -> None:
     """Write profiles/errors/checked.csv."""
     with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        file.write(
+            f"# source: docs/{RESIDUALS}\n# streamrl validate --output docs writes this file.\n"
+        )
         table = csv.writer(file, lineterminator="\n")
         table.writerow(Checked._fields)
         table.writerows(found)

@@ -170,7 +170,7 @@ def checked_steps(path: Path = CHECKED_PATH) -> tuple[Checked, ...]:
     with path.open(encoding="utf-8", newline="") as file:
         return tuple(
             Checked(line["group"], line["system"], int(line["steps"]), int(line["within"]))
-            for line in csv.DictReader(file)
+            for line in csv.DictReader(line for line in file if not line.startswith("#"))
         )
 
 
