@@ -377,7 +377,7 @@ def test_large_steps_have_a_line_of_their_own_too() -> None:
     step = replace(ROW, stage="step", basis=basis, band=(8.0, 9.9))
     sets = {"steps": [replace(step, num_gpus=number) for number in (MANY_GPUS - 1, MANY_GPUS)]}
     every, large = list(scorecard(sets))[2:]
-    assert "| 2 | 1 | 10.0% |  | worst 10.0% |" in every and TOTALS not in every
+    assert "| 2 | 1 | 10.0% |  |  | worst 10.0% |" in every and TOTALS not in every
     assert large.startswith(f"| {OF_MANY_GPUS} | 1 | 1 | 10.0% |") and "0% / 100% / 0%" in large
 
 
@@ -440,7 +440,7 @@ def test_every_set_of_rows_has_its_place_in_the_scorecard() -> None:
 
 def test_a_range_does_not_count_as_exact_and_its_width_is_listed() -> None:
     (line,) = list(scorecard({"training": [replace(ROW, predicted=(5.0, 11.35))]}))[2:]
-    assert "| 24.7% |  | worst 24.7% | -24.7% | 127% |" in line
+    assert "| 24.7% |  |  | worst 24.7% | -24.7% | 127% |" in line
 
 
 def test_the_readme_has_the_figures_of_the_page_for_rows_that_no_program_fitted() -> None:
