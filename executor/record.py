@@ -115,6 +115,10 @@ def changes(before: Run, now: Run) -> dict[str, str]:
     }
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+"""Keys of `[evaluation]` that have the value of the key in `[rollout]` where absent."""
+SCORED_ALIKE = ("share", "scorer", "samples", "passes_at", *SAMPLING)
+"""Keys of `[evaluation]` that a resume must not change."""
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
 NEXT_TRACE = ".trace.next.jsonl"
@@ -436,12 +440,23 @@ class RunDirectory(TrainerRecord):
             algorithms = (each.as_seen_by(trainer).algorithm for each in (run, begun))
             key = f"{trainer_key(trainer)}.algorithm" if trainer else "algorithm"
             self._check_states(key, *algorithms)
-        shares = [each.evaluation and each.evaluation.share for each in (run, begun)]
-        if shares[0] != shares[1]:
-            key = "evaluation.share"
-            text = f"{key} is {shares[0]!r}, but the run in {str(self.path)!r} was begun with {shares[1]!r}: --resume needs the same"
-            raise RunError(key, shares[0], text=text)
+        self._check_evaluation(run, begun)
         self.changes = changes(begun, run)
+
+    def _check_evaluation(self, run: Run, begun: Run) -> None:
+        """Refuse evaluations whose scores cannot be compared with the earlier ones."""
+        if run.evaluation is None and begun.evaluation is None:
+            return
+        names = SCORED_ALIKE if run.evaluation and begun.evaluation else ("share",)
+        for name in names:
+            value, was = (_evaluated_with(name, each) for each in (run, begun))
+            if value != was:
+                key = f"evaluation.{name}"
+                text = (
+                    f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: --resume needs the same, because "
+                    "the scores of a run are compared with each other"
+                )
+                raise RunError(key, value, text=text)
 
     def _check_states(self, key: str, now: AlgorithmConfig, then: AlgorithmConfig) -> None:
         """Refuse the algorithm of a trainer if it needs states that its checkpoints do not have."""
@@ -508,6 +523,16 @@ class RunDirectory(TrainerRecord):
         if has_first_line(trace):
             trace.rename(earlier_trace_path(self.path, self.leg - 1))
         self.trace_file.rename(trace)
+
+
+def _evaluated_with(name: str, run: Run) -> object:
+    """Return the value of a key of `[evaluation]`, or of the key from which it is taken; None without evaluations."""
+    own = getattr(run.evaluation, name, None)
+    if own is not None:
+        return own
+    if name == "scorer":
+        return run.verifier.reward or run.verifier.scorer
+    return getattr(run.rollout, name) if name in SAMPLING else None
 
 
 def rollback_to(checkpoint: Checkpoint | None) -> RolledBack:

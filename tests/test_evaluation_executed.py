@@ -45,6 +45,7 @@ from streamrl.record.evaluation import (
     wilson,
 )
 from streamrl.record.recorded_inputs import recorded_inputs
+from streamrl.runfile.errors import RunError
 from streamrl.runfile.evaluation_config import EvaluationConfig
 from streamrl.runfile.roles_config import RewardConfig, VerifierConfig
 from streamrl.workload.prompt_order import held_out_lines
@@ -192,6 +193,27 @@ def test_a_resumed_run_does_not_evaluate_its_checkpoint_again(tmp_path: Path) ->
     execute(real_run(tmp_path, evaluation=HELD_OUT, **changes))
     execute(real_run(tmp_path, evaluation=HELD_OUT, algorithm__steps=6, **changes), resume=True)
     assert evaluated_versions(tmp_path / "run") == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"evaluation": {**HELD_OUT, "samples": 2}}, "evaluation.samples"),
+        ({"evaluation": {**HELD_OUT, "scorer": "math-verify"}}, "evaluation.scorer"),
+        ({"evaluation": HELD_OUT, "rollout__temperature": 0.5}, "evaluation.temperature"),
+        ({}, "evaluation.share"),
+    ],
+)
+def test_a_resume_scores_as_the_run_did(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    kept: dict[str, Any] = {"execute__checkpoint_every": 2, "policies__system": "stream-sync"}
+    execute(real_run(tmp_path, evaluation=HELD_OUT, **kept))
+    longer = {**kept, **changes, "algorithm__steps": 6}
+    with pytest.raises(RunError, match=f"{key} is .* --resume needs the same"):
+        execute(real_run(tmp_path, **longer), resume=True)
+    same = {**longer, "evaluation": {**HELD_OUT, "temperature": 1.0}}
+    if key == "evaluation.temperature":  # the same as before, by its own key
+        execute(real_run(tmp_path, **same), resume=True)
+        assert evaluated_versions(tmp_path / "run") == [0, 2, 4, 6]
 
 
 def test_an_interrupted_evaluation_has_no_result(tmp_path: Path) -> None:
