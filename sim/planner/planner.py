@@ -476,16 +476,19 @@ def _choose(
     """Choose a plan and simulate it until its step time is known.
 
     A what-if may suggest a plan that is better already without the change. Then the finalists are
-    compared again.
+    compared again. A plan that is chosen again keeps its what-ifs.
     """
+    judged_plan = None
     for _ in range(MOST_RETURNS):
         best = race.run(pool, progress.on("finalists"))
         ahead = _look_ahead(search, best, pool)
         chosen = race.settle(pool, best, progress.on("the chosen plan"))
         ahead.result()
+        if chosen == judged_plan:
+            break
         if search.is_late:
             return chosen, NOT_JUDGED
-        judged = _judge(search, race, chosen, pool, progress)
+        judged, judged_plan = _judge(search, race, chosen, pool, progress), chosen
         named = (each.other for each in judged.verdicts)
         others = (search.space.find(other) for other in named if other is not None)
         new = [i for i in dict.fromkeys(others) if i is not None and i not in search.speeds]
