@@ -29,7 +29,7 @@ from streamrl.sim.planner.target_rules import TargetRules
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-TRIED = 2
+TRIED = 1
 """Plans beyond those of the search that are simulated at a time, by cost and by time."""
 NO_TIME = "no time was left to search for it"
 NONE_BETTER = "none that was tried is better"
