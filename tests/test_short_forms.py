@@ -168,6 +168,12 @@ def test_a_number_in_quotes_is_refused_with_a_remedy(key: str, value: str, wante
         small_run({key: value})
 
 
+def test_a_whole_number_that_is_too_large_is_told_the_largest() -> None:
+    with pytest.raises(RunError, match=f"got {2**63}; the largest is {2**63 - 1}$"):
+        small_run({"seed": 2**63})
+    assert small_run({"seed": 2**63 - 1}).seed == 2**63 - 1
+
+
 def test_a_text_that_is_no_number_has_no_such_remedy() -> None:
     with pytest.raises(RunError, match=r"must be a whole number, got 'four'$"):
         small_run({"algorithm.group_size": "four"})

@@ -122,8 +122,7 @@ def _value_errors(value: Any, kind: Kind, key: str, or_absent: str = "") -> Iter
             yield wrong
     elif not _fits(value, kind):
         text = f"{key or 'a run file'} must be {_say(kind)}{or_absent}, got {shown(value)}"
-        remedy = "; remove the quotes" if _is_quoted_number(value, kind) else ""
-        yield RunError(key, value, allowed_by(kind), f"{text}{remedy}")
+        yield RunError(key, value, allowed_by(kind), f"{text}{_remedy(value, kind)}")
     elif is_section(kind):
         yield from _section_errors(value, kind, key)
     else:
@@ -143,6 +142,14 @@ def _fits(value: Any, kind: Kind) -> bool:
     if allowed in (int, float) and type(value) is int:
         return abs(value) <= LARGEST
     return type(value) is allowed
+
+
+def _remedy(value: Any, kind: Kind) -> str:
+    """Return what to do about a value that is nearly of a type; empty where there is no advice."""
+    if _is_quoted_number(value, kind):
+        return "; remove the quotes"
+    is_large = allowed_by(kind) in (int, float) and type(value) is int and abs(value) > LARGEST
+    return f"; the largest is {LARGEST}" if is_large else ""
 
 
 def _is_quoted_number(value: Any, kind: Kind) -> bool:
