@@ -202,6 +202,8 @@ def test_commands_to_a_stopped_host_are_never_waited_for_and_it_is_replaced() ->
         os.kill(stopped, signal.SIGSTOP)
         timer = threading.Timer(20.0, os.kill, (stopped, signal.SIGKILL))
         timer.start()
+        while psutil.Process(stopped).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)  # a signal is delivered when the process next runs
         for number in range(5000):
             host.kill(number)
         assert host.pid == stopped and psutil.Process(stopped).status() == psutil.STATUS_STOPPED
