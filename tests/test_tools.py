@@ -214,6 +214,15 @@ def test_tools_of_mcp_servers_are_called(server: str) -> None:
     environment.close()
 
 
+def test_a_lost_mcp_server_is_no_result_of_the_policy() -> None:
+    environment = ToolEnvironment([f"mcp:{sys.executable} {SERVER}"], "llama")
+    (connection,) = environment._connections
+    connection._channel._process.kill()
+    with pytest.raises(mcp_client.McpServerError, match="ended with status -9"):
+        turn(environment, '{"name": "add", "parameters": {"a": 1, "b": 2}}')
+    environment.close()
+
+
 # Tokens of observations ---------------------------------------------------------------------------
 
 CHATML = (
@@ -276,6 +285,12 @@ def test_without_chats_an_observation_is_its_text() -> None:
         encoder.next("", TURN_END)
 
 
+def test_a_message_of_an_observation_has_a_role() -> None:
+    encoder = ObservationEncoder(Letters(), [TURN_END], has_chats=True)
+    with pytest.raises(ValueError, match=r"has no role: \{'content': '4'\}"):
+        encoder.next([{"content": "4"}], TURN_END)
+
+
 def test_a_template_that_refuses_a_message_is_named() -> None:
     refusing = CHATML + "{% if messages[-1].role == 'tool' %}{{ missing.x }}{% endif %}"
     encoder = ObservationEncoder(Letters(refusing), [TURN_END], has_chats=True)
@@ -297,7 +312,7 @@ def test_an_mcp_server_that_does_not_speak_the_protocol_is_named(
     program: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mcp_client, "REQUEST_TIME", 0.2 if "0.2" in message else 60.0)
-    with pytest.raises(mcp_client.McpError) as told:
+    with pytest.raises(mcp_client.McpServerError) as told:
         mcp_client.connect(shlex.join([sys.executable, "-S", "-c", program]))
     assert "the MCP server " in str(told.value) and sys.executable in str(told.value)
     assert message in str(told.value)

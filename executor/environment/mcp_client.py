@@ -40,7 +40,11 @@ _Kind = TypeVar("_Kind")
 
 
 class McpError(RuntimeError):
-    """A server answered with an error, or not at all."""
+    """A tool or its server reported an error, which the policy reads."""
+
+
+class McpServerError(McpError):
+    """A server ended, or did not answer in time or by the protocol: no result of the policy."""
 
 
 class _Tool(msgspec.Struct, rename="camel"):
@@ -91,7 +95,7 @@ class McpConnection:
         """Yield the schema of each tool, in OpenAI's form.
 
         Raises:
-            McpError: the list is malformed, or has more than `MOST_PAGES` pages.
+            McpServerError: the list is malformed, or has more than `MOST_PAGES` pages.
         """
         cursor: dict[str, Any] = {}
         for _ in range(MOST_PAGES):
@@ -106,13 +110,14 @@ class McpConnection:
             if not page.next_cursor:
                 return
             cursor = {"cursor": page.next_cursor}
-        raise McpError(f"the MCP server's list of tools has more than {MOST_PAGES} pages")
+        raise McpServerError(f"the MCP server's list of tools has more than {MOST_PAGES} pages")
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool, and return the text of its result.
 
         Raises:
-            McpError: the tool reports an error, or its result is malformed.
+            McpError: the tool reports an error.
+            McpServerError: the server does not answer, or its result is malformed.
         """
         result = self._ask(_Result, "tools/call", name=name, arguments=arguments)
         parts = [f"[{part.type}]" if part.text is None else part.text for part in result.content]
@@ -135,7 +140,9 @@ class McpConnection:
         try:
             return msgspec.convert(answer.get("result"), kind)
         except msgspec.ValidationError as wrong:
-            raise McpError(f"the MCP server's answer to {method} is malformed: {wrong}") from None
+            raise McpServerError(
+                f"the MCP server's answer to {method} is malformed: {wrong}"
+            ) from None
 
 
 class StdioChannel:
@@ -152,7 +159,7 @@ class StdioChannel:
         """Send a request, and return its answer; answers to requests that timed out are skipped.
 
         Raises:
-            McpError: the server ends, prints something else, or does not answer in time.
+            McpServerError: the server ends, prints something else, or does not answer in time.
         """
         self.tell(message)
         for line in self._lines(None if message["method"] == "tools/call" else REQUEST_TIME):
@@ -160,13 +167,13 @@ class StdioChannel:
             if answer.get("id") == message["id"] and "method" not in answer:
                 return answer
         status = self._process.wait()
-        raise McpError(f"the MCP server {self._command!r} ended with status {status}")
+        raise McpServerError(f"the MCP server {self._command!r} ended with status {status}")
 
     def _parsed(self, line: bytes) -> Message:
         found = read_message(line)
         if found is None:
             text = line.decode(errors="replace")[:SHOWN]
-            raise McpError(
+            raise McpServerError(
                 f"the MCP server {self._command!r} printed {text!r}, which is no JSON-RPC message; "
                 "let it print other text to standard error"
             )
@@ -184,7 +191,7 @@ class StdioChannel:
                 yield line
                 continue
             if not poll.poll(None if seconds is None else 1000 * seconds):
-                raise McpError(
+                raise McpServerError(
                     f"the MCP server {self._command!r} did not answer within {seconds:g} s"
                 )
             more = os.read(file, 1 << 16)
@@ -192,7 +199,7 @@ class StdioChannel:
                 return
             self._unread += more
             if len(self._unread) > MOST_BYTES and b"\n" not in self._unread:
-                raise McpError(
+                raise McpServerError(
                     f"the MCP server {self._command!r} printed a line of more than {MOST_BYTES >> 20} MiB"
                 )
 
@@ -231,7 +238,7 @@ class HttpChannel:
         for answer in self._post(message):
             if answer.get("id") == message["id"]:
                 return answer
-        raise McpError("the server sent no answer")
+        raise McpServerError("the server sent no answer")
 
     def tell(self, message: Message) -> None:
         """Send a message that has no answer."""
@@ -244,14 +251,17 @@ class HttpChannel:
         """Send a message, and yield those of the answer.
 
         Raises:
-            McpError: the whole answer takes longer than `REQUEST_TIME`, or is too long.
+            McpServerError: the server cannot be reached, or the whole answer takes longer than `REQUEST_TIME` or is too
+                long.
         """
         try:
             yield from self._answers(message)
         except TimeoutError:
-            raise McpError(
+            raise McpServerError(
                 f"the MCP server {self._url} did not complete an answer within {REQUEST_TIME:g} s"
             ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise McpServerError(f"the MCP server {self._url}: {error}") from None
 
     def _answers(self, message: Message) -> Iterator[Message]:
         data = json.dumps(message).encode()
@@ -276,13 +286,13 @@ class HttpChannel:
         """Yield an answer in pieces; it may have `MOST_BYTES`.
 
         Raises:
-            McpError: it has more.
+            McpServerError: it has more.
         """
         num_bytes = 0
         while piece := response.read1(1 << 16):
             num_bytes += len(piece)
             if num_bytes > MOST_BYTES:
-                raise McpError(
+                raise McpServerError(
                     f"the MCP server {self._url} answers with more than {MOST_BYTES >> 20} MiB"
                 )
             yield piece
@@ -298,10 +308,10 @@ def read_message(text: bytes) -> Message | None:
 
 
 def _decoded(text: bytes) -> Message:
-    """Return a message of a server; raise `McpError` if it is none."""
+    """Return a message of a server; raise `McpServerError` if it is none."""
     found = read_message(text)
     if found is None:
-        raise McpError(f"the server sent {text[:SHOWN]!r}, which is no JSON-RPC message")
+        raise McpServerError(f"the server sent {text[:SHOWN]!r}, which is no JSON-RPC message")
     return found
 
 

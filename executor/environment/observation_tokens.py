@@ -153,6 +153,11 @@ def _messages(observation: str | Messages | None) -> Messages:
         return []
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
+    for message in observation:
+        if not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"a message of the environment's observation has no role: {str(message)[:40]}; write user or tool"
+            )
     return observation
 
 

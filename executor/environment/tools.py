@@ -14,7 +14,7 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from streamrl.executor.environment.mcp_client import McpConnection, connect
+from streamrl.executor.environment.mcp_client import McpConnection, McpServerError, connect
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.verifier.scorers import import_function
 from streamrl.runfile.environment_choice import MCP, class_of
@@ -104,6 +104,8 @@ class ToolEnvironment:
     def _result(self, call: ToolCall) -> dict[str, Any]:
         try:
             content = self._tools[call.name].call(call.arguments)
+        except McpServerError:  # the episode is lost, as with its own process
+            raise
         except Exception as error:  # the model reads it and may correct its call
             content = shown(f"Error: {type(error).__name__}: {error}")
         return {"role": "tool", "name": call.name, "content": content}
