@@ -698,6 +698,7 @@ def test_no_switch_or_number_of_a_plan_is_lost_in_silence(name: ExportName) -> N
 
 def test_an_export_tells_what_has_no_option_and_leaves_out_what_the_framework_fills_in() -> None:
     changed = ["seed=7", "algorithm.entropy_coefficient=0.01", "execute.checkpoint_every=5"]
+    changed += ["model.dtype=float16"]
     comments = read_script(script_of(load_run(MAIN, changed), "nemo-rl"))[2]
     for line in changed:
         assert line.replace("=", " = ") in comments

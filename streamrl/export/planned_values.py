@@ -252,7 +252,8 @@ def _generation(
 def _formats(
     model_dtype: str, rollout: RolloutConfig, trainer_dtype: str | None
 ) -> Iterator[PlannedValue]:
-    """Yield formats of storage and computation that differ from the model's."""
+    """Yield the model's format, and formats of storage and computation that differ from it."""
+    yield PlannedValue("model_dtype", "model.dtype", model_dtype, ("bfloat16",))
     plain = (None, model_dtype)
     yield PlannedValue("rollout_dtype", "rollout.dtype", rollout.dtype, plain)
     yield PlannedValue("rollout_kv_dtype", "rollout.kv_dtype", rollout.kv_dtype, plain)
