@@ -95,6 +95,7 @@ from streamrl.runfile.paths import (
     paths_of,
 )
 from streamrl.runfile.result_files import listed_run_id, write_files, write_results
+from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -440,23 +441,21 @@ class RunDirectory(TrainerRecord):
             algorithms = (each.as_seen_by(trainer).algorithm for each in (run, begun))
             key = f"{trainer_key(trainer)}.algorithm" if trainer else "algorithm"
             self._check_states(key, *algorithms)
-        self._check_evaluation(run, begun)
+        self._check_scores(
+            *(_scored_with(each.evaluation, each.rollout, each.verifier) for each in (run, begun))
+        )
         self.changes = changes(begun, run)
 
-    def _check_evaluation(self, run: Run, begun: Run) -> None:
+    def _check_scores(self, now: Mapping[str, object], then: Mapping[str, object]) -> None:
         """Refuse evaluations whose scores cannot be compared with the earlier ones."""
-        if run.evaluation is None and begun.evaluation is None:
-            return
-        names = SCORED_ALIKE if run.evaluation and begun.evaluation else ("share",)
-        for name in names:
-            value, was = (_evaluated_with(name, each) for each in (run, begun))
-            if value != was:
+        for name in now:
+            if name in then and now[name] != then[name]:
                 key = f"evaluation.{name}"
                 text = (
-                    f"{key} is {value!r}, but the run in {str(self.path)!r} was begun with {was!r}: --resume needs the same, because "
-                    "the scores of a run are compared with each other"
+                    f"{key} is {now[name]!r}, but the run in {str(self.path)!r} was begun with {then[name]!r}: --resume needs "
+                    "the same, because the scores of a run are compared with each other"
                 )
-                raise RunError(key, value, text=text)
+                raise RunError(key, now[name], text=text)
 
     def _check_states(self, key: str, now: AlgorithmConfig, then: AlgorithmConfig) -> None:
         """Refuse the algorithm of a trainer if it needs states that its checkpoints do not have."""
@@ -525,14 +524,16 @@ class RunDirectory(TrainerRecord):
         self.trace_file.rename(trace)
 
 
-def _evaluated_with(name: str, run: Run) -> object:
-    """Return the value of a key of `[evaluation]`, or of the key from which it is taken; None without evaluations."""
-    own = getattr(run.evaluation, name, None)
-    if own is not None:
-        return own
-    if name == "scorer":
-        return run.verifier.reward or run.verifier.scorer
-    return getattr(run.rollout, name) if name in SAMPLING else None
+def _scored_with(
+    evaluation: EvaluationConfig | None, rollout: RolloutConfig, verifier: VerifierConfig
+) -> dict[str, object]:
+    """Return what the scores of evaluations depend on, by key of `[evaluation]`. Without evaluations only the share is there."""
+    if evaluation is None:
+        return {"share": None}
+    found = {name: getattr(evaluation, name) for name in SCORED_ALIKE}
+    absent = [name for name in SAMPLING if found[name] is None]
+    found |= {name: getattr(rollout, name) for name in absent}
+    return found | {"scorer": evaluation.scorer or verifier.reward or verifier.scorer}
 
 
 def rollback_to(checkpoint: Checkpoint | None) -> RolledBack:
