@@ -54,6 +54,7 @@ from streamrl.executor.checkpoints import (
 )
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
+from streamrl.executor.sampling import sampling_keys
 from streamrl.executor.token_files import remove_all
 from streamrl.record.chrome_trace import CHROME_TRACE
 from streamrl.record.evaluation import EVALUATED, EVALUATIONS, EvaluationResult, read_evaluations
@@ -116,9 +117,10 @@ def changes(before: Run, now: Run) -> dict[str, str]:
     }
 
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-"""Keys of `[evaluation]` that have the value of the key in `[rollout]` where absent."""
-SCORED_ALIKE = ("share", "scorer", "samples", "passes_at", *SAMPLING)
+SCORED_ALIKE = (
+    *("share", "scorer", "samples", "passes_at"),
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens"),
+)
 """Keys of `[evaluation]` that a resume must not change."""
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
@@ -530,9 +532,8 @@ def _scored_with(
     """Return what the scores of evaluations depend on, by key of `[evaluation]`. Without evaluations only the share is there."""
     if evaluation is None:
         return {"share": None}
-    found = {name: getattr(evaluation, name) for name in SCORED_ALIKE}
-    absent = [name for name in SAMPLING if found[name] is None]
-    found |= {name: getattr(rollout, name) for name in absent}
+    used = sampling_keys(evaluation, rollout)
+    found = {name: used.get(name, getattr(evaluation, name)) for name in SCORED_ALIKE}
     return found | {"scorer": evaluation.scorer or verifier.reward or verifier.scorer}
 
 
