@@ -72,24 +72,21 @@ def measure_link(
 def _interface_of(host: str, port: int, *, listens: bool) -> str | None:
     """Return the network interface of this machine on the way to a host, or with its address; None if it is unknown."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        ((family, kind, protocol, _, place), *_) = socket.getaddrinfo(
             host, port, socket.AF_INET, socket.SOCK_DGRAM
-        )[0]
+        )
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind((place[0], 0)) if listens else probe.connect(
-                place
-            )  # connecting sends nothing
+            if listens:
+                probe.bind((place[0], 0))
+            else:
+                probe.connect(place)  # sends nothing
             address = probe.getsockname()[0]
     except OSError:
         return None
-    return next(
-        (
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if any(each.address == address for each in addresses)
-        ),
-        None,
-    )
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
 
 
 def _measure(dist: Any, backend: str, rank: int) -> LinkReading:
