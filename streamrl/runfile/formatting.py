@@ -150,6 +150,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def listing(parts: list[str]) -> str:
-    """Join with commas and a last "and"."""
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+def listing(parts: list[str], last: str = "and") -> str:
+    """Join with commas and a last "and", or another word."""
+    return f" {last} ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

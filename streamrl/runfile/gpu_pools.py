@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from streamrl.runfile.cluster_config import ClusterConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import Bounds, OneOf, RunError
+from streamrl.runfile.formatting import listing
 from streamrl.runfile.keys import join_key, pool_key, trainer_key
 from streamrl.runfile.policies_config import PoliciesConfig, SyncConfig
 from streamrl.runfile.roles_config import (
@@ -588,8 +589,7 @@ def _check_tensor_parallel(
             allowed.append("be a multiple of them")
         if domain > config.gpus_per_node:
             allowed.append(f"be whole nodes of {config.gpus_per_node} GPUs")
-        told = " or ".join([", ".join(allowed[:-1]) or allowed[-1], *allowed[1:][-1:]])
-        text = f"{key} {told}, got {degree}"
+        text = f"{key} {listing(allowed, 'or')}, got {degree}"
         raise RunError(key, degree, OneOf(divisors(domain)), text)
     held = domain // degree
     if domain % degree and held and num_gpus // degree > held * config.num_domains:
