@@ -181,16 +181,16 @@ def checked_text(system: str, has_environments: bool) -> str:
         system: the system of `[policies]`; "" for all systems together.
         has_environments: whether the run has environments; no published step has.
     """
+    if has_environments:
+        return "no published step with environments was compared"
     found = [each for each in checked_steps() if system in ("", each.system)]
     runs = [each for each in found if each.group != PAPER]
+    figure = [each for each in found if each.group == PAPER and system]
     steps, within = sum(each.steps for each in runs), sum(each.within for each in runs)
     of = f"{system} steps" if system else "steps"
     told = f"{within} of {steps} published {of} are within it"
-    if has_environments:
-        return "no published step with environments was compared"
     if not steps:
         told = f"no published run of {system} was compared"
-    figure = [each for each in found if each.group == PAPER and system]
     return told + "".join(f"; in {PAPER}, {each.within} of {each.steps} are" for each in figure)
 
 
