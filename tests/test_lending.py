@@ -78,6 +78,9 @@ BOUND_BY_GENERATION = {
     "framework": {},
 }
 """Two replicas beside a trainer of eight GPUs."""
+NUM_LENT = 8
+"""Replicas of one GPU each on those of the trainer."""
+HANDLING_TIME = 0.001
 
 
 def lent_run(**changes: Any) -> Run:
@@ -222,22 +225,41 @@ def test_gpu_seconds_of_switches_are_a_cause_of_their_own() -> None:
     assert measure(simulate(lent_run(lending=None)), every).lending is None
 
 
-def test_gpus_return_after_the_controller_has_handled_each_aborted_rollout() -> None:
-    lending = {"tensor_parallel": 1, "memory_utilization": 0.6}
-    run = small_run({**BOUND_BY_GENERATION, "policies.system": "stream-sync", "lending": lending})
-    costs = replace(Costs.load(run), handling_time=0.001)
+def returns(most_running: int) -> list[tuple[float, int]]:
+    """Simulate a run with lending, where a rollout takes the controller `HANDLING_TIME`; return each return's seconds and aborts."""
+    run = small_run(
+        {
+            **BOUND_BY_GENERATION,
+            "policies.system": "stream-sync",
+            "lending": {"tensor_parallel": 1, "memory_utilization": 0.6},
+            "rollout.max_running": most_running,
+        }
+    )
+    costs = replace(Costs.load(run), handling_time=HANDLING_TIME)
     trace = SimWorld(fill_policies(run, costs), costs, SimulatedWorkload(run)).run()
     asked: dict[int, tuple[float, int]] = {}
-    waits: list[tuple[float, int]] = []
+    found: list[tuple[float, int]] = []
     for time, event, commands in trace.entries:
         if isinstance(event, TakenBack):
             since, num_aborted = asked.pop(event.replica)
-            waits.append((time - since, num_aborted))
+            found.append((time - since, num_aborted))
         for command in of(TakeBack, commands):
             own = [each for each in of(Abort, commands) if each.replica == command.replica]
             asked[command.replica] = time, len(own)
-    assert max(num for _, num in waits) > 5
-    assert all(wait >= 0.001 * GIVE_UP_SHARE * num for wait, num in waits)
+    return found
+
+
+def test_gpus_return_after_the_controller_has_handled_each_aborted_rollout() -> None:
+    found = returns(most_running=64)
+    assert max(num for _, num in found) > 5
+    assert all(wait >= GIVE_UP_SHARE * HANDLING_TIME * num for wait, num in found)
+
+
+def test_aborted_rollouts_that_wait_in_the_queue_take_the_controller_no_time() -> None:
+    found = returns(most_running=2)
+    most_begun = 2 * NUM_LENT
+    assert max(num for _, num in found) > most_begun
+    assert all(wait <= GIVE_UP_SHARE * HANDLING_TIME * (most_begun + 1) for wait, _ in found)
 
 
 @pytest.mark.parametrize("system", ["stream-sync", "stream-async"])
