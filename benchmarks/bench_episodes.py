@@ -10,8 +10,8 @@ with another seed. Then it is executed `--rounds` times and compared with two si
     before      draws from the episodes of the run with the other seed
     recorded    has the episodes of the run itself
 
-As in `make bench-reality`, a few points of the profile are measured again around each run, and simulated seconds are
-scaled by the slowdown. Finished profiles and runs are kept in build/episodes, and an interrupted benchmark continues
+As in `make bench-reality`, a few points of the profile are measured again around each run, here also beside
+environments. Simulated seconds are scaled by the slowdown. Finished profiles and runs are kept in build/episodes, and an interrupted benchmark continues
 there. Beside each trace, cpu.json has the CPU seconds of each role. No other program may run on the machine.
 """
 
@@ -163,9 +163,10 @@ def _repeat(case: Case, home: Path, first: Path, costs: Path, limits: Limits) ->
     if kept.exists():
         return msgspec.json.decode(kept.read_bytes(), type=Repeat)
     run, model = make_run(case, 0, home / "run"), make_model(case.model, 0).name
-    pace_before = pace_of(MODELS, model, costs, limits)
+    own = MeasuredEnvironment.of(run.environment, run.workload)
+    pace_before = pace_of(MODELS, model, costs, limits, own)
     file = execute_once(run)
-    pace = (pace_before + pace_of(MODELS, model, costs, limits)) / 2
+    pace = (pace_before + pace_of(MODELS, model, costs, limits, own)) / 2
     found = compare(read_trace(file), file, first, costs, pace)
     kept.write_bytes(msgspec.json.encode(found))
     return found

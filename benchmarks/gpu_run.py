@@ -97,7 +97,7 @@ def _profile(recorder: Recorder, name: str, scratch: Path, out: Path, job: Job) 
         recompute=run.trainer.recompute if ON_GPU else None,
     )
     # Without contention between roles: the profiler skips it on a GPU, and a CPU would take too long.
-    plan = dataclasses.replace(setup.plan, repeats=job.repeats, companies=[])
+    plan = dataclasses.replace(setup.plan, repeats=job.repeats, companies=[], beside=[])
     found = profile_model(msgspec.structs.replace(setup, plan=plan), POOL_GPU, lambda what: None)
     write_measured(found, profile_path(out, job.model))
     _report_profile(recorder, name, found)

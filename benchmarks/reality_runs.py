@@ -84,9 +84,15 @@ def as_recorded(
     return measure(simulate(with_profile(run, profile, pace)), counted)
 
 
-def pace_of(data: Path, model: str, profile: Path, limits: Limits = LIMITS) -> float:
-    """Return the current slowdown of the machine relative to a model's profile."""
-    return measure_pace(data / model / "model", read_measured(profile), limits)
+def pace_of(
+    data: Path,
+    model: str,
+    profile: Path,
+    limits: Limits = LIMITS,
+    environment: MeasuredEnvironment | None = None,
+) -> float:
+    """Return the current slowdown of the machine relative to a model's profile, with an environment also beside that."""
+    return measure_pace(data / model / "model", read_measured(profile), limits, environment)
 
 
 def started_at(trace: Trace) -> float:

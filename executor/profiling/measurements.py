@@ -59,6 +59,21 @@ class Limits:
             )
 
 
+class Company(NamedTuple):
+    """Roles that compute at the same time."""
+
+    generating: int
+    training: int
+    acts: bool = False
+    """Whether environments start and act meanwhile."""
+
+
+BESIDE_REPLICA = Company(1, 0, acts=True)
+"""The company with the CPU seconds of environments."""
+BESIDE_ENVIRONMENTS = (BESIDE_REPLICA, Company(1, 1, acts=True))
+"""Companies in which environments start and act."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
     """All points that are measured, each `repeats` times."""
@@ -80,6 +95,8 @@ class Measurements:
     """(rollouts, tokens of each), in one call of the reward model's replica"""
     companies: list[tuple[int, int]]
     """(replicas, trainers) that compute at the same time on the cores of one host"""
+    beside: list[Company]
+    """Companies in which environments start and act"""
 
 
 class RayPlace(msgspec.Struct, frozen=True):
@@ -133,8 +150,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         trainer = len(plan.passes) + len(plan.calls) + 1
         points = plan.repeats * (replica + trainer + len(plan.passes) + len(plan.companies))
         points += plan.repeats * len(plan.rewards) if self.reward_model is not None else 0
-        if plan.companies:
-            points += plan.repeats * len(BESIDE_ENVIRONMENTS) + 2
+        points += plan.repeats * len(plan.beside)
+        points += 2 if plan.companies else 0
         return points + (self.ray is not None)
 
 
@@ -190,6 +207,7 @@ def _plan(
         rewards=[(n, w) for w in widths for n in REWARDED if n == 1 or n * w <= room],
         calls=[(1, SHORT), (max(1, room // widths[-1]), widths[-1])],
         companies=[*companies],
+        beside=[*BESIDE_ENVIRONMENTS],
     )
 
 
@@ -205,21 +223,6 @@ def _spread(first: int, last: int, count: int) -> list[int]:
     """Return `count` evenly spaced numbers from `first` to `last`."""
     steps = max(1, count - 1)
     return sorted({first + (last - first) * index // steps for index in range(count)})
-
-
-class Company(NamedTuple):
-    """Roles that compute at the same time."""
-
-    generating: int
-    training: int
-    acts: bool = False
-    """Whether environments start and act meanwhile."""
-
-
-BESIDE_REPLICA = Company(1, 0, acts=True)
-"""The company with the CPU seconds of environments."""
-BESIDE_ENVIRONMENTS = (BESIDE_REPLICA, Company(1, 1, acts=True))
-"""Companies in which environments start and act."""
 
 
 class RefillStream(NamedTuple):

@@ -103,7 +103,7 @@ def make_setup(
             raise ValueError(f"{directory} must be {reason}")
     plan = quick_plan(limits) if is_quick else full_plan(limits)
     if gpu != "cpu":
-        plan = replace(plan, companies=[])  # each role has its own GPUs
+        plan = replace(plan, companies=[], beside=[])  # each role has its own GPUs
     return Setup(
         model=str(model),
         dtype=dtype,

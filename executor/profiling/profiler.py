@@ -24,7 +24,6 @@ from streamrl.executor.launchers.processes import begin_for, begin_imports
 from streamrl.executor.profiling.contention import PartTimes, Work, run_beside, run_concurrently
 from streamrl.executor.profiling.environment_times import MeasuredEnvironment, TimedEnvironments
 from streamrl.executor.profiling.measurements import (
-    BESIDE_ENVIRONMENTS,
     JOIN_STEPS,
     SHORT,
     WINDOW,
@@ -122,8 +121,8 @@ async def _measure(setup: Setup, watch: Watch) -> Readings:
                     await bench.time_trainer(trainer)
             if setup.plan.companies:
                 await bench.time_companies(replica, trainer)
-                if has_tokenizer(Path(setup.model)):
-                    await bench.time_environments(replica, trainer, measured_environment(setup))
+            if setup.plan.beside and has_tokenizer(Path(setup.model)):
+                await bench.time_environments(replica, trainer, measured_environment(setup))
         async with bench.trainer("decoupled") as scorer:
             for _ in range(setup.plan.repeats):
                 await bench.time_scores(scorer)
@@ -399,7 +398,7 @@ class _Bench:
         await environments.start()
         try:
             for _ in range(self._plan.repeats):
-                for key in BESIDE_ENVIRONMENTS:
+                for key in self._plan.beside:
                     alone = await self._alone(generate, train)
                     part = train if key.training else None
                     shared, times = await run_beside(generate, part, environments.round())
