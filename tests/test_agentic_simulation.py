@@ -24,7 +24,7 @@ from streamrl.engine.messages import (
     WeightsLoaded,
 )
 from streamrl.engine.trace import Trace, read_trace, replay
-from streamrl.record.attribution import attribute
+from streamrl.record.attribution import attribute, attribute_sides
 from streamrl.record.ledger import LedgerReader
 from streamrl.record.metrics import measure
 from streamrl.report.run_tables import metrics_table
@@ -237,7 +237,11 @@ def test_a_large_cache_keeps_every_context_and_a_small_one_does_not() -> None:
     tight = simulated(run_with_capacity(1500, {"environment": environment, **changes, **more}))
     hits, known = hit_tokens(tight)
     assert 0 < hits < 0.9 * known
-    assert attribute(tight).busy["recomputed-prefix"] > 0
+    replicas = attribute_sides(tight).sides["rollout"]
+    assert replicas.busy["recomputed-prefix"] > 0
+    generating = sum(replicas.busy.values()) + replicas.idle["skew"]
+    found = measure(tight, (1, 1))
+    assert found.stages["generation"] == pytest.approx(generating * found.step_time)
 
 
 def test_evicted_tokens_are_loaded_from_host_memory_while_it_has_them() -> None:

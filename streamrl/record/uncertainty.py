@@ -12,7 +12,7 @@ import msgspec
 
 from streamrl.engine.trace import Trace
 from streamrl.hardware.tiers import datasheet_share
-from streamrl.record.attribution import UNDERFILLED, SidesAttribution
+from streamrl.record.attribution import RECOMPUTED, UNDERFILLED, SidesAttribution
 from streamrl.runfile.formatting import format_share
 from streamrl.runfile.recorded_numbers import NotNegative
 
@@ -20,6 +20,7 @@ OPERATION_OF_ACTIVITY = {
     "prefill": "prefill",
     "decode": "decode",
     UNDERFILLED: "decode",
+    RECOMPUTED: "prefill",
     "score": "score",
     "train": "train",
 }
