@@ -99,6 +99,39 @@ def test_a_lost_replica_fails_what_it_had_and_another_takes_its_place(
     assert after == [5.01]
 
 
+def test_a_replica_that_dies_while_it_is_idle_fails_nothing(tmp_path: Path) -> None:
+    async def go(pool: RewardPool) -> list[Any]:
+        assert await score_all(pool, 1) == [1.01]
+        (first,) = pool.handles()
+        assert isinstance(first, LocalProcess)
+        first.send_signal(signal.SIGKILL)
+        while pool.handles() in ([], [first]):  # another one starts before anything waits for it
+            await asyncio.sleep(0.01)
+        return await score_all(pool, 2)
+
+    assert run(go, tmp_path / "log") == [2.01]
+
+
+def test_a_replica_that_dies_without_having_scored_is_replaced_when_there_is_work() -> None:
+    async def after_death_of(pool: RewardPool, idle: Handle) -> list[Handle]:
+        for _ in range(20):  # until it waits for exchanges
+            await asyncio.sleep(0)
+        idle.kill("for a test")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return pool.handles()
+
+    async def go(pool: RewardPool) -> None:
+        assert await score_all(pool, 1) == [1.01]
+        (first,) = pool.handles()
+        (second,) = await after_death_of(pool, first)
+        assert second is not first
+        assert not await after_death_of(pool, second)
+        assert await score_all(pool, 2) == [2.01]
+
+    run(go)
+
+
 def test_a_replica_that_does_not_come_up_says_why_to_whoever_waits() -> None:
     found = run(lambda pool: score_all(pool, 1, 2), failure_rate=1.0)
     assert ["a scripted failure" in str(each) for each in found] == [True, True]

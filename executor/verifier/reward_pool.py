@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from streamrl.executor.launchers.handles import Handle, WorkerLostError, remote
+from streamrl.executor.launchers.handles import Handle, remote
 from streamrl.executor.roles import Exchange, ModelScore, RewardRole
 
 Start = Callable[[int], Awaitable[Handle]]
@@ -21,11 +21,19 @@ class Waiting(NamedTuple):
     score: asyncio.Future[float]
 
 
+class _Replica(NamedTuple):
+    """A running replica of the reward model."""
+
+    role: RewardRole
+    handle: Handle
+
+
 class RewardPool:
     """Scores exchanges in order of arrival, each on the next idle replica.
 
-    When a replica is lost, its current exchanges fail, and callers may repeat them. Another replica replaces it. If a
-    replica does not start, the exchanges that it would score fail, so that no caller waits forever.
+    When a replica is lost, its current exchanges fail, and callers may repeat them. Another replica replaces it. A
+    replica that is lost while it is idle fails nothing. If a replica does not start, the exchanges that it would score
+    fail, so that no caller waits forever.
     """
 
     def __init__(self, start: Start, num_replicas: int, max_rollouts_per_call: int) -> None:
@@ -76,46 +84,54 @@ class RewardPool:
 
     async def _serve(self, number: int) -> None:
         """Score with one replica and, if it is lost, with its replacements."""
-        role: RewardRole | None = None
+        has_scored = True
         while True:
-            error: Exception | None = None
-            if role is None:
-                try:
-                    role = await self._start_role(number)
-                except Exception as failure:  # reported to the callers of the next batch
-                    error = failure
-            batch = await self._take()
+            if not has_scored:  # else one that dies whenever it is idle would start forever
+                await self._arrival()
             try:
-                if error is not None or role is None:
-                    raise RuntimeError(f"a replica of the reward model does not start: {error}")
+                replica = await self._start_replica(number)
+            except Exception as error:  # reported to the callers of the next batch
+                failure = RuntimeError(f"a replica of the reward model does not start: {error}")
+                _fail(await self._take(), failure)
+                continue
+            has_scored = False
+            while batch := await self._take(replica):
                 self._under_way[number] = batch
-                _answer(batch, await role.score([each.exchange for each in batch]))
-            except Exception as failure:  # becomes `Failed` in the caller
-                _fail(batch, failure)
-                if isinstance(failure, WorkerLostError):
-                    self._handles.pop(number, None)
-                    role = None
-            finally:
-                self._under_way.pop(number, None)
+                try:
+                    _answer(batch, await replica.role.score([each.exchange for each in batch]))
+                    has_scored = True
+                except Exception as failure:  # becomes `Failed` in the caller
+                    _fail(batch, failure)
+                    has_scored = True
+                finally:
+                    self._under_way.pop(number, None)
+            self._handles.pop(number, None)
 
-    async def _start_role(self, number: int) -> RewardRole:
+    async def _start_replica(self, number: int) -> _Replica:
         handle = self._handles[number] = await self._start(number)
-        role = remote(RewardRole, handle)
+        replica = _Replica(remote(RewardRole, handle), handle)
         try:
-            await role.start()
+            await replica.role.start()
         except BaseException:
             self._handles.pop(number, None)
             handle.kill("did not start")
             raise
-        return role
+        handle.watch(lambda error: self._has_arrived.set())
+        return replica
 
-    async def _take(self) -> list[Waiting]:
-        """Wait for exchanges, and return as many as fit in one call."""
-        while not self._waiting:
-            self._has_arrived.clear()
-            await self._has_arrived.wait()
+    async def _take(self, replica: _Replica | None = None) -> list[Waiting]:
+        """Wait for exchanges, and return as many as fit in one call; none if the replica is lost."""
+        await self._arrival(replica)
+        if replica is not None and replica.handle.is_lost:
+            return []
         count = min(self._most, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
+
+    async def _arrival(self, replica: _Replica | None = None) -> None:
+        """Wait until an exchange waits, or the replica is lost."""
+        while not self._waiting and not (replica is not None and replica.handle.is_lost):
+            self._has_arrived.clear()
+            await self._has_arrived.wait()
 
 
 def _answer(batch: list[Waiting], scores: list[ModelScore]) -> None:
