@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -422,6 +423,40 @@ def test_ray_runs_a_stretch_after_those_that_it_waits_for(tmp_path: Path) -> Non
         f"{submit} b-8-gpus.toml {ray}",
     ]
     assert notes[2] == f"{submit} a-16-gpus.toml --resume {ray}"
+
+
+CLOCK = 'echo "sleep $1" >> "$NOTES"; SECONDS=$((SECONDS + $1));'
+"""A shell function that lets time pass."""
+
+
+def submitted_later() -> list[ExportedStretch]:
+    """Return jobs that are submitted hourly: two on GPUs of their own, and one that waits for the first."""
+    first, second, _ = (each._replace(is_first=True, is_last=True) for each in stretches())
+    hour = 3600.0
+    return [
+        first._replace(end=100.0),
+        second._replace(start=hour, submitted=hour, end=2 * hour),
+        second._replace(job="c", start=2 * hour, submitted=2 * hour, end=3 * hour),
+        second._replace(job="d", start=30 * hour, submitted=30 * hour, waits_for=[0]),
+    ]
+
+
+def test_no_job_starts_before_it_is_submitted(tmp_path: Path) -> None:
+    schedule = exported(*submitted_later())
+    text = scheduler_file("slurm", schedule)
+    notes = run_script(tmp_path, text, sbatch='wc -l < "$NOTES" | tr -d " "')
+    begins = [re.findall(r"--begin=now\+(\d+)", note) for note in notes]
+    assert begins == [[], ["3600"], ["7200"], ["108000"]]
+    assert "--dependency=afterany:1 " in notes[3]
+
+
+def test_ray_jobs_start_at_their_time_from_the_start_of_the_script(tmp_path: Path) -> None:
+    text = scheduler_file("ray", exported(*submitted_later()))
+    clock = text.replace("set -euo pipefail", f"set -euo pipefail\nsleep() {{ {CLOCK} }}")
+    assert clock != text
+    notes = run_script(tmp_path, clock, ray="true")
+    slept = [int(note.split()[1]) for note in notes if note.startswith("sleep")]
+    assert slept == pytest.approx([3600, 3600, 28 * 3600], abs=20)  # the script itself takes some time
 
 
 def test_kueue_gets_one_queue_and_a_job_with_a_priority_for_each() -> None:

@@ -170,6 +170,13 @@ def _limit(stretch: ExportedStretch) -> list[str]:
     return found
 
 
+def _earliest(stretch: ExportedStretch) -> int:
+    """Return the seconds from the start of the schedule before which a stretch may not begin."""
+    if not stretch.waits_for:
+        return round(stretch.start)
+    return round(stretch.submitted) if stretch.is_first else 0
+
+
 def _slurm(stretches: Sequence[ExportedStretch]) -> Iterator[str]:
     """Yield a script that submits each stretch as a Slurm job, with the jobs that it waits for."""
     yield from _head(
@@ -181,8 +188,8 @@ def _slurm(stretches: Sequence[ExportedStretch]) -> Iterator[str]:
         waits = [f"${{ids[{at}]}}" for at in stretch.waits_for]
         options = [f"--job-name={stretch.job}"]
         options += [f"--dependency=afterany:{':'.join(waits)}"] if waits else []
-        if not waits and stretch.start:
-            options.append(f"--begin=now+{round(stretch.start)}")
+        if begin := _earliest(stretch):
+            options.append(f"--begin=now+{begin}")
         nodes = [
             f"--nodes={pool.nodes} --gpus-per-node={pool.gpus_per_node}"
             for pool in stretch.pools.values()
@@ -210,6 +217,7 @@ def _ray(stretches: Sequence[ExportedStretch]) -> Iterator[str]:
         "Runs the schedule on a Ray cluster whose nodes name their pool by a resource pool-NAME."
     )
     yield "pids=()"
+    yield "sleep_until() { ((SECONDS >= $1)) || sleep $(($1 - SECONDS)); }  # seconds from the start of this script"
     yield 'await() { for place; do wait "${pids[$place]}" || true; done; }'
     yield 'run() { ray job submit --working-dir . -- streamrl execute "$@" --set execute.launcher=ray; }'
     for place, stretch in enumerate(stretches):
@@ -218,8 +226,8 @@ def _ray(stretches: Sequence[ExportedStretch]) -> Iterator[str]:
         yield f"# {place}: {stretch.job} from {_hours(stretch.start)} to {_hours(stretch.end)}"
         if stretch.waits_for:
             yield f"await {' '.join(map(str, stretch.waits_for))}"
-        elif stretch.start:
-            yield f"sleep {round(stretch.start)}"
+        if begin := _earliest(stretch):
+            yield f"sleep_until {begin}"
         yield f"run {arguments} &"
         yield "pids+=($!)"
     yield ""
