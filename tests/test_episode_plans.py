@@ -114,6 +114,8 @@ def test_more_sandboxes_are_worth_what_a_longer_queue_costs() -> None:
     more = next(each for each in worths if each.resource == "sandboxes")
     assert more.units == 2 and more.step_time_ratio == pytest.approx(8 / 10, abs=0.06)
     assert max(worths, key=lambda each: each.gain) is more
+    trained = next(each for each in worths if each.resource == "training")  # 1.0002 by chance
+    assert (trained.step_time_ratio, trained.cost_ratio, trained.gain) == (1.0, 1.0, 0.0)
 
 
 def test_more_sandboxes_do_not_hurt_where_the_cache_loses_contexts() -> None:
