@@ -118,7 +118,13 @@ class Interruption:
             signal.signal(number, handler)
 
     def watch_over(self, ending: Ending) -> None:
-        """Set the run that a signal ends."""
+        """Set the run that a signal ends.
+
+        Raises:
+            RunInterruptedError: a signal came before, and a library has hidden its error.
+        """
+        if self.signal is not None:
+            raise self.error
         self._ending = ending
 
     @property
@@ -286,13 +292,14 @@ def carry_out(
     with files, joined(PlacedRoles.of(run)), Interruption() as interruption:
         try:
             asyncio.run(_execute(run, resume, watch, how_to_resume, take, interruption, planned))
-        except RuntimeError:
+        except Exception:  # libraries replace what a signal raises while they are imported
             if interruption.signal is None:
                 raise
             raise interruption.error from None
         if interruption.signal is not None and not run.algorithm.steps:
             raise interruption.error  # an evaluation has no step that could be missing
-        if run.execute.checkpoints.export is not None:
+    if run.execute.checkpoints.export is not None:
+        with readable_by(run.execute.readers, Path(run.execute.output)):
             export_at_end(Path(run.execute.output), run.execute.checkpoints)
 
 
@@ -309,6 +316,7 @@ def export_at_end(directory: Path, config: CheckpointsConfig) -> None:
     try:
         checkpoint = choose_checkpoint(directory, config.choice)
         step = str(checkpoint.version)
+        logger.info(f"the run is complete; exporting step {step} to {config.export}")
         place = export_checkpoint(checkpoint, config.export, config.adapters)
         reason = say_choice(directory, config.choice, checkpoint.version)
     except (ValueError, RuntimeError, OSError) as error:
@@ -551,8 +559,9 @@ async def _execute_in(
             return f" after step {world.engine.version}: {what}; go on with: {how_to_resume}"
 
         loop = asyncio.get_running_loop()
-        interruption.watch_over(Ending(loop, world.interrupt, world.abandon, world.stop_time, say))
+        ending = Ending(loop, world.interrupt, world.abandon, world.stop_time, say)
         try:
+            interruption.watch_over(ending)
             await world.run()
         except (RuntimeError, OSError) as error:
             raise with_advice(error, directory, say(), how_to_resume) from error.__cause__

@@ -327,6 +327,26 @@ def test_ctrl_c_ends_an_evaluation_as_interrupted(
     assert not (kept / "0").exists()
 
 
+@pytest.mark.parametrize("hides", ["replaced", "dropped"])
+def test_a_signal_whose_error_a_library_hides_ends_a_run_before_it_begins(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hides: str
+) -> None:
+    async def imports(*given: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5.0)
+        except Exception as error:
+            if hides == "replaced":
+                raise ModuleNotFoundError("Could not import module 'AutoTokenizer'") from error
+        (interruption,) = [each for each in given if isinstance(each, executing.Interruption)]
+        interruption.watch_over(executing.Ending(*[None] * 5))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executing, "_execute", imports)
+    done = streamrl("execute", project / "run.toml", "--set", f"execute.output={tmp_path / 'run'}")
+    assert done.returncode == 143
+    assert done.stderr.splitlines()[-1] == "streamrl: terminated: nothing was begun"
+
+
 def test_the_second_model_is_checked_before_the_first_is_scored(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +434,10 @@ def test_where_nothing_can_be_exported_is_refused_before_the_first_step(
 def test_a_failed_export_leaves_a_complete_run_with_its_tables(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    obeyed: list[object] = []
+
     def fail(*given: object) -> None:
+        obeyed.append(signal.getsignal(signal.SIGTERM))
         raise RuntimeError("the hub is down")
 
     monkeypatch.setattr(checkpoint_export, "export_checkpoint", fail)
@@ -426,6 +449,10 @@ def test_a_failed_export_leaves_a_complete_run_with_its_tables(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("streamrl: execute.checkpoints.export: the hub is down")
     assert f"streamrl checkpoint export {tmp_path / 'run'} --step 1" in last
+    assert len(obeyed) == 1
+    assert not isinstance(getattr(obeyed[0], "__self__", None), executing.Interruption), (
+        "a signal ends an export that hangs"
+    )
 
 
 def test_an_evaluation_keeps_no_trace_of_a_run_without_steps(tmp_path: Path) -> None:
