@@ -7,6 +7,7 @@ place that catches an error of a command and turns it into `Failed`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any, assert_never
 
 from streamrl.engine.engine import Engine
 from streamrl.engine.fault_plan import FaultPlan
+from streamrl.engine.fleet import DRAIN_TIME
 from streamrl.engine.messages import (
     HELD_OUT,
     Abort,
@@ -103,6 +105,8 @@ from streamrl.executor.trainer.trainer import StepSettings
 from streamrl.executor.watchdog import FACTOR, TICK, Attempts, Watchdog
 from streamrl.runfile.choices import ExtensionError
 from streamrl.workload.prompt_records import Record
+
+logger = logging.getLogger(__name__)
 
 CLOSING_TIME = 30.0
 """Seconds in which all workers end after a run. Then they are killed; see `CLOSE_TIME` of a worker."""
@@ -727,19 +731,33 @@ class RealWorld(World[Trace]):
                 running = ", ".join(map(str, own)) or "none"
                 raise ValueError(f"replica {replica} does not run; running are: {running}")
         for replica in chosen:
-            self._leaving.setdefault(replica, asyncio.Event())
-            self.emit(ReplicaLeaving(replica, notice.warning))
+            if notice.warning <= DRAIN_TIME:
+                self._announce(replica, notice.warning)
             task = asyncio.get_running_loop().create_task(self._take_machine(replica, notice))
             self._tasks.add(task)
             task.add_done_callback(self._end_task)
-        return (
+        said = (
             f"replicas leave within {notice.warning:g} s: {', '.join(map(str, chosen)) or 'none'}"
         )
+        if chosen and not set(own) - set(chosen) - set(self._leaving):
+            begin = max(0.0, notice.warning - DRAIN_TIME)
+            said += f"; no other runs, so nothing is generated from {begin:g} s on until a replacement is there"
+            logger.warning(said)
+        return said
+
+    def _announce(self, replica: int, warning: float) -> None:
+        self._leaving.setdefault(replica, asyncio.Event())
+        self.emit(ReplicaLeaving(replica, warning))
 
     async def _take_machine(self, replica: int, notice: Notice) -> None:
         """End a replica as the loss of its machine would, and report the machine that replaces it."""
+        if (early := notice.warning - DRAIN_TIME) > 0:
+            await asyncio.sleep(early)
+            if replica not in self._kinds:
+                return  # it has ended meanwhile
+            self._announce(replica, DRAIN_TIME)
         ended = self._leaving.get(replica)
-        await asyncio.sleep(notice.warning)
+        await asyncio.sleep(min(notice.warning, DRAIN_TIME))
         if replica in self._replicas:
             self._replicas[replica].kill("was killed: its machine was taken away")
         if ended is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import simpy
 
 from streamrl.engine.fault_plan import Fault, FaultPlan, Struck
+from streamrl.engine.fleet import DRAIN_TIME
 from streamrl.engine.messages import (
     CheckpointSaved,
     Command,
@@ -105,7 +106,9 @@ class Failures:
         per_day = notices_per_gpu_day(pool) * config.gpus_per_replica
         seconds = time_to_failure(per_day, run.seed, NOTICE_STREAM, replica.id)
         if seconds < inf:
-            self._around.env.process(self._notice(replica, seconds, pool.spot_warning))
+            warning = min(pool.spot_warning, DRAIN_TIME)
+            seconds += pool.spot_warning - warning
+            self._around.env.process(self._notice(replica, seconds, warning))
 
     def watch_trainer(self, trainer: Trainer) -> None:
         """Schedule the failure of a new trainer, if the run has trainer failures."""

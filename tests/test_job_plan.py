@@ -456,7 +456,8 @@ def test_ray_jobs_start_at_their_time_from_the_start_of_the_script(tmp_path: Pat
     assert clock != text
     notes = run_script(tmp_path, clock, ray="true")
     slept = [int(note.split()[1]) for note in notes if note.startswith("sleep")]
-    assert slept == pytest.approx([3600, 3600, 28 * 3600], abs=20)  # the script itself takes some time
+    # the script itself takes some time
+    assert slept == pytest.approx([3600, 3600, 28 * 3600], abs=20)
 
 
 def test_kueue_gets_one_queue_and_a_job_with_a_priority_for_each() -> None:

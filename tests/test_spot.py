@@ -40,6 +40,7 @@ from streamrl.runfile.failure_rates import (
     replica_gpu_failures_per_day,
 )
 from streamrl.runfile.units import SECONDS_PER_DAY
+from streamrl.sim import faults
 from streamrl.sim.faults import replacement_time
 from streamrl.sim.planner.plan import SpotSavings
 from streamrl.sim.planner.spot_savings import spot_savings
@@ -342,6 +343,25 @@ def test_announced_losses_do_not_count_as_failures() -> None:
     assert replica_gpu_failures_per_day(run.failures, far) == 0
     assert notices_per_gpu_day(far) == 1
     assert expected_losses(run, SECONDS_PER_DAY).mean == 0
+
+
+def test_an_early_notice_is_kept_until_the_replica_must_be_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(faults, "DRAIN_TIME", 1.0)
+
+    def first_told(warning: str) -> tuple[float, float]:
+        changes = {"cluster.pools.far.spot_failures_per_gpu_day": SECONDS_PER_DAY / 8}
+        run = small_run({**SPOT, **changes, "cluster.pools.far.spot_warning": warning})
+        trace = checked_world(run).run()
+        check(trace)
+        events = ((e.time, e.event) for e in trace.entries)
+        return next((at, each.warning) for at, each in events if isinstance(each, ReplicaLeaving))
+
+    at_once, own = first_told("1 s")
+    later, kept = first_told("1.5 s")
+    assert own == kept == 1.0
+    assert later == pytest.approx(at_once + 0.5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from streamrl.cli.notice import notice
 from streamrl.engine.messages import (
     Event,
     Failed,
+    Generate,
     MachineReplaced,
     ReplicaLeaving,
     ReplicaLost,
@@ -23,6 +24,7 @@ from streamrl.engine.messages import (
 )
 from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, read_trace, replay
+from streamrl.executor import world as world_module
 from streamrl.executor.subscribers.attach_requests import Notice, ask
 from streamrl.executor.world import RealWorld
 from streamrl.runfile.config import Run
@@ -124,6 +126,31 @@ def test_a_replica_with_time_is_emptied_and_one_without_is_killed(tmp_path: Path
     assert len(told(trace, MachineReplaced)) >= 1
 
 
+def test_a_replica_with_an_early_notice_gets_rollouts_until_it_must_be_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world_module, "DRAIN_TIME", 0.05)
+    run = real_run(tmp_path, policies__max_restarts=0, algorithm__steps=12)
+    given: list[float] = []
+
+    def act(world: RealWorld, event: Event, state: State) -> None:
+        if not given and state.num_generating:
+            given.append(world.now)
+            said = world.give_notices(Notice((), 0.4, 0.0))
+            assert "from 0.35 s on" in said
+
+    trace = execute(run, act, slowest=0.02)
+    check(trace, tmp_path)
+    leaving = [entry for entry in trace.entries if isinstance(entry.event, ReplicaLeaving)]
+    assert {entry.event.warning for entry in leaving} == {0.05}
+    told_at = given[0]
+    assert all(entry.time >= told_at + 0.35 for entry in leaving)
+    sent = [
+        entry for entry in trace.entries if any(isinstance(c, Generate) for c in entry.commands)
+    ]
+    assert any(told_at + 0.1 < entry.time < told_at + 0.35 for entry in sent)
+
+
 def test_a_machine_that_takes_no_relay_for_its_replica_any_more_costs_no_restart(
     tmp_path: Path,
 ) -> None:
@@ -171,7 +198,8 @@ def test_a_request_from_another_process_reaches_the_run_and_bad_ones_are_refused
 
     trace = asyncio.run(asyncio.wait_for(go(), timeout=120))
     check(trace, tmp_path)
-    assert answers == ["replicas leave within 0.01 s: 0, 1"]
+    (answer,) = answers
+    assert answer.startswith("replicas leave within 0.01 s: 0, 1; no other runs, so nothing is ")
     assert [event.replica for event in told(trace, ReplicaLeaving)] == [0, 1]
 
 

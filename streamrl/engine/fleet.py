@@ -22,6 +22,10 @@ prefill pass, after which aborts take effect, and for the answers. Assumed.
 """
 ABORT_SHARE = 0.25
 """The same as a share of the warning, where that is less."""
+DRAIN_TIME = 120.0
+"""Seconds before the loss of a machine at which its replicas get no more rollouts. An earlier notice is kept
+until then, so that no machine is idle for long. It is the warning of AWS.
+"""
 
 
 @dataclass(slots=True)
