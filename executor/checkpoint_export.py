@@ -122,16 +122,31 @@ def check_export(config: CheckpointsConfig, output: Path) -> None:
     if target is None:
         return
     if target.startswith(HUB):
-        if not _REPOSITORY.fullmatch(target.removeprefix(HUB)):
-            raise ValueError(f"{key} must be {HUB}OWNER/NAME or a directory, got {target!r}")
+        _check_repository(target, key)
         return
-    path = Path(target)
     try:
+        path = _followed(Path(target))
         _check_outside(path, output)
         _check_free(path, _run_id(output), reads_all=False)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     check_writable(path.absolute().parent, key)
+
+
+def _check_repository(target: str, key: str) -> None:
+    """Raise `ValueError` unless a target is a repository of the hub."""
+    if not _REPOSITORY.fullmatch(target.removeprefix(HUB)):
+        raise ValueError(f"{key} must be {HUB}OWNER/NAME or a directory, got {target!r}")
+
+
+def _followed(path: Path) -> Path:
+    """Return the directory that a symbolic link names, so that the link stays; raise `ValueError` if it names none."""
+    if not path.is_symlink():
+        return path
+    try:
+        return path.resolve(strict=True)
+    except (OSError, RuntimeError):  # of a loop, in older versions of Python
+        raise ValueError(f"{path} is a link to nothing; choose another directory") from None
 
 
 def _check_outside(path: Path, directory: Path) -> None:
@@ -192,11 +207,12 @@ def export_checkpoint(checkpoint: Checkpoint, target: str, adapters: AdapterForm
     if damage := find_damage(checkpoint.path, reads_all=True):
         raise ValueError(f"{checkpoint.path}: {damage}; export another step: --step")
     if target.startswith(HUB):
+        _check_repository(target, "the target")
         with TemporaryDirectory() as place:
             _copy(checkpoint.path, Path(place), adapters)
             write_checksums(Path(place))
             return _push(Path(place), target.removeprefix(HUB), checkpoint.version)
-    path = Path(target)
+    path = _followed(Path(target))
     directory = checkpoint.path.parents[1]
     run_id = _run_id(directory)
     _check_outside(path, directory)

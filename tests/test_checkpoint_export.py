@@ -179,6 +179,23 @@ def test_a_run_replaces_its_own_export_and_nothing_else(tmp_path: Path) -> None:
         check_export(config, run)
 
 
+def test_an_export_follows_a_link_and_keeps_it(tmp_path: Path) -> None:
+    directory = recorded(tmp_path / "one", "a1", 5)
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    link = tmp_path / "out"
+    link.symlink_to(tmp_path / "disk" / "model")
+    for _ in range(2):
+        export_checkpoint(choose_checkpoint(directory, 5), str(link), "merged")
+        assert link.is_symlink() and (tmp_path / "disk" / "model" / CHECKSUMS).exists()
+    assert {each.name for each in tmp_path.iterdir()} == {"one", "disk", "out"}
+    for target in ("nowhere", "loop"):
+        own = tmp_path / "loop"
+        own.unlink(missing_ok=True)
+        own.symlink_to(tmp_path / target)
+        with pytest.raises(ValueError, match="loop is a link to nothing"):
+            export_checkpoint(choose_checkpoint(directory, 5), str(own), "merged")
+
+
 def test_an_export_of_the_best_says_why_and_the_list_marks_it(tmp_path: Path) -> None:
     run, target = recorded(tmp_path / "run", "a1", 4, 5), tmp_path / "model"
     config = CheckpointsConfig(export=str(target), choice="best")
@@ -298,8 +315,6 @@ class LocalHub:
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
         assert private and exist_ok
-        if "/" not in repo_id:
-            raise ValueError("no owner")
         if repo_id.startswith("far/"):
             raise UnreachableError("no route\nto the hub")
         (self.root / repo_id).mkdir(parents=True, exist_ok=True)
@@ -318,7 +333,9 @@ def test_a_checkpoint_is_pushed_to_a_repository(
     assert export_checkpoint(checkpoint, "hf://me/model", "merged") == "hf://me/model"
     assert (tmp_path / "hub" / "me" / "model" / "model.safetensors").exists()
     assert (tmp_path / "hub" / "messages").read_text() == "Upload step 5"
-    with pytest.raises(RuntimeError, match="the hub does not take the checkpoint: no owner"):
+    with pytest.raises(
+        ValueError, match=r"must be hf://OWNER/NAME or a directory, got 'hf://model'"
+    ):
         export_checkpoint(checkpoint, "hf://model", "merged")
     with pytest.raises(RuntimeError, match="hub does not take the checkpoint: no route to the hub"):
         export_checkpoint(checkpoint, "hf://far/model", "merged")
