@@ -183,7 +183,8 @@ class Enough:
     def is_there(self) -> bool:
         """Return whether no further step is needed; call it once after each step."""
         steps = self._steps
-        if steps.num_made >= self._last:
+        # a run with planned faults repeats steps that it loses, and has later faults in later steps
+        if (len(steps) if self._is_whole else steps.num_made) >= self._last:
             return True
         if self._is_whole or self._num_found == LOOKS or len(steps) < self._next_look:
             return self._num_found == LOOKS

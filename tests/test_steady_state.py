@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from streamrl.engine.messages import TrainerLost
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.systems import build_policies, build_state
 from streamrl.engine.trace import read_trace, replay
@@ -178,6 +179,16 @@ def test_steps_that_a_loss_takes_back_are_in_the_time_of_those_that_stay() -> No
     assert read_steps(trace).num_failures >= 10 and "failure" not in metrics.note
     assert replay(trace) is None
     assert metrics.step_time > 1.1 * sound.step_time and metrics.throughput > metrics.goodput
+
+
+def test_steps_that_planned_faults_take_back_leave_no_later_step_out() -> None:
+    faults = [{"kind": "trainer-dies-training", "step": step} for step in (5, 6, 8)]
+    changes = {"algorithm__steps": 8, "execute__checkpoint_every": 6, "faults": faults}
+    trace = simulate_steady(some_run(**changes))
+    steps = read_steps(trace)
+    assert 8 <= len(steps) < steps.num_made
+    lost = [entry for entry in trace.entries if isinstance(entry.event, TrainerLost)]
+    assert len(lost) == 3
 
 
 def test_too_few_failures_to_be_counted_are_told() -> None:
