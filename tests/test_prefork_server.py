@@ -331,3 +331,14 @@ def test_what_computes_on_gpus_is_not_forked() -> None:
     for backend in ("transformers", "deepspeed", "vllm"):
         assert begin_for("cpu", backend) is not spawn
         assert begin_for("cuda", backend) is spawn
+
+
+def test_a_server_whose_parent_has_died_before_it_began_imports_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        words = [sys.executable, "-m", prefork_server.__name__, str(theirs.fileno())]
+        done = subprocess.run(
+            [*words, "no_such_module", "padding"], pass_fds=[theirs.fileno()], check=False
+        )
+    assert done.returncode == 0

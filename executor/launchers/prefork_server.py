@@ -109,6 +109,14 @@ def receive(control: socket.socket) -> tuple[WorkerRequest, list[int]] | None:
     return msgspec.json.decode(data, type=WorkerRequest), descriptors
 
 
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the other end of a connection is closed and nothing of it is left to read."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
 def _fork(request: WorkerRequest, descriptors: list[int]) -> Child:
     connection, log, answers = descriptors
     pid = os.fork()
@@ -162,5 +170,7 @@ def _work(request: WorkerRequest, connection: int, log: int) -> NoReturn:
 if __name__ == "__main__":
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:-1])  # the last argument is padding
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    if not is_closed(connection):  # a parent that died before the first line is not noticed otherwise
+        main(connection, sys.argv[2:-1])  # the last argument is padding
     os._exit(0)
