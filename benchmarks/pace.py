@@ -46,8 +46,8 @@ def measure_pace(
     of measured over predicted seconds. Predictions are at the profile's own speed.
 
     With an environment, a replica and a trainer are also measured beside it. The cores of a shared host do
-    not always slow each other down by the same factor: six runs of one file within ten minutes had steps of 4.9 to
-    5.9 s, while the speed of roles alone changed by 8 %.
+    not always slow each other down by the same factor. Six runs of one file within ten minutes had steps of 4.9 to
+    5.9 s. The speed of roles alone changed by 8 % meanwhile.
     """
     profile = scaled_to_mean_speed(profile)
     alone = _alone(model, profile, limits)
