@@ -128,6 +128,9 @@ def test_a_replica_that_dies_without_having_scored_is_replaced_when_there_is_wor
         assert second is not first
         assert not await after_death_of(pool, second)
         assert await score_all(pool, 2) == [2.01]
+        (third,) = pool.handles()
+        third.kill("for a test")
+        assert await score_all(pool, 3) == [3.01], "it waits for the replacement"
 
     run(go)
 

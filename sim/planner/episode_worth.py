@@ -140,10 +140,8 @@ def _better_of_sandboxes(
 
 def _without_loss(worth: Worth) -> Worth:
     """Return an effect of faster tools or training, which can wait: where a step takes longer with them, this is chance."""
-    if worth.step_time_ratio <= 1:
-        return worth
     none: Worth = replace(worth, step_time_ratio=1.0, half_width=None, cost_ratio=1.0, gain=0.0)
-    return none
+    return none if worth.step_time_ratio > 1 else worth
 
 
 def _unused_if_slower(worth: Worth, rents: _Rents) -> Worth:
