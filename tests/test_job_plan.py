@@ -334,6 +334,16 @@ def test_a_pool_that_a_scheduler_cannot_name_is_refused_before_the_search(
     assert not (tmp_path / "out").exists()
 
 
+def test_jobs_with_the_same_run_directory_are_refused_before_the_search(tmp_path: Path) -> None:
+    same = {**JOB, "set": [*JOB.get("set", []), "execute.output=runs/shared"]}
+    path = write_files(tmp_path, jobs=[{**same, "name": name} for name in "ab"])
+    done = streamrl("plan", path, "-o", tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "jobs.1 (b): execute.output is " in done.stderr
+    assert "as that of job a; give each job its own: jobs.1.set = [" in done.stderr
+    assert not (tmp_path / "out" / CLUSTER_JSON).exists()
+
+
 def test_a_job_that_fits_on_no_share_is_named(tmp_path: Path) -> None:
     path = write_files(tmp_path, jobs=[{**JOB, "set": ["model.name=deepseek-v3"]}])
     with spread_over(partial(ThreadPoolExecutor, 1)):

@@ -100,7 +100,15 @@ def _export(
 
 
 def _claim(output: Path, jobs: Jobs, scheduler: SchedulerName | None, *, force: bool) -> None:
-    """Refuse to replace files of an earlier plan, before any work."""
+    """Refuse to replace files of an earlier plan, and jobs with the same run directory, before any work."""
+    owners: dict[str, str] = {}
+    for place, job in enumerate(jobs.jobs):
+        own = _own_output(job.offer.run.execute, job, output).output
+        if (other := owners.setdefault(own, job.config.name)) != job.config.name:
+            raise ValueError(
+                f"jobs.{place} ({job.config.name}): execute.output is {own}, as that of job {other}; give each job its own: "
+                f"jobs.{place}.set = ['execute.output=runs/{job.config.name}']"
+            )
     names = [CLUSTER_JSON, JOBS_PNG]
     names += [
         run_file_name(job, jobs, share)
