@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, assert_never
@@ -66,6 +67,19 @@ def read_struck(directory: Path) -> list[StruckFault]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not an injected fault: {error}") from None
     return found
+
+
+def say_unstruck(faults: Sequence[FaultConfig], struck: Sequence[StruckFault]) -> str:
+    """Return how many planned faults have not been injected, by kind; empty if all have."""
+    planned: Counter[FaultKind] = Counter()
+    for each in faults:
+        planned[each.kind] += each.count or 1
+    injected = Counter(kind for kind, _ in {(each.kind, each.fault) for each in struck})
+    left = planned - injected
+    if not left:
+        return ""
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left.items()))
+    return f"{left.total()} of {planned.total()} planned faults did not strike, because their moment never came: {kinds}"
 
 
 class Exposed(Handle):

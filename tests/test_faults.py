@@ -29,6 +29,7 @@ from streamrl.engine.messages import (
 from streamrl.engine.presets import SYSTEMS
 from streamrl.engine.trace import Trace, replay
 from streamrl.engine.trainer_side import ROLLED_BACK
+from streamrl.executor.faults import StruckFault, say_unstruck
 from streamrl.record.metrics import measure
 from streamrl.runfile.config import Run
 from streamrl.runfile.files import load_run, write_run
@@ -414,3 +415,15 @@ def test_a_plan_remembers_no_more_steps_than_it_has_faults() -> None:
     for rollout in range(10_000):
         plan.strike(Generate(rollout, 0, 0), 0, 0.0)
     assert len(plan.faults) == 1 and len(plan._num_seen) <= 2
+
+
+def test_planned_faults_that_never_struck_are_counted() -> None:
+    run = faulty(fault("link-drops", step=1), fault("replica-dies", count=3))
+    told = {"step": 1, "leg": 0, "time": 0.0, "unix_time": 0.0}
+    struck = [StruckFault(fault=place, kind="replica-dies", **told) for place in (1, 2, 2)]
+    assert say_unstruck(run.faults, struck) == (
+        "2 of 4 planned faults did not strike, because their moment never came: 1 x link-drops, 1 x replica-dies"
+    )
+    struck += [StruckFault(fault=3, kind="replica-dies", **told)]
+    struck += [StruckFault(fault=0, kind="link-drops", **told)]
+    assert say_unstruck(run.faults, struck) == ""

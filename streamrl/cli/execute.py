@@ -112,6 +112,11 @@ def execute(
             if (output / TRACE).exists():
                 echo(_say_saved(output, how), err=True)
         raise
+    if run.faults:
+        from streamrl.executor.faults import read_struck, say_unstruck
+
+        if text := say_unstruck(run.faults, read_struck(output)):
+            logger.warning(text)
     ledger = ledger_of_run(trace, output)
     check_ledger(ledger)
     metrics = replace(measure(trace), ledger=ledger)
