@@ -110,6 +110,18 @@ def test_each_fault_has_what_became_of_it(tmp_path: Path) -> None:
     assert "1 step repeated" in trainer.outcome
 
 
+def test_a_failed_push_or_checkpoint_that_was_repeated_is_told_as_done(tmp_path: Path) -> None:
+    kinds = [("link-drops", 1), ("link-drops", 3), ("disk-full", 2)]
+    faults = [{"kind": kind, "step": step} for kind, step in kinds]
+    run = small_run({"faults": faults, "algorithm.steps": 6, "execute.checkpoint_every": 2})
+    found = find_incidents(simulate(run))
+    assert {each.what for each in found} == {
+        "a push of weights failed, and 1 more time",
+        "a checkpoint failed",
+    }
+    assert all(each.outcome.startswith("repeated, done after ") for each in found)
+
+
 def test_a_reason_of_a_fault_is_escaped(tmp_path: Path) -> None:
     (executed,) = write_runs(tmp_path, executed={"faults": FAULTS[:1], "algorithm.steps": 4})
     file = as_executed(executed) / "trace.jsonl"

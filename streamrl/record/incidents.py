@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from streamrl.engine.messages import (
+    CheckpointSaved,
     Command,
     Failed,
     Generate,
@@ -14,10 +14,12 @@ from streamrl.engine.messages import (
     Lend,
     LoadWeights,
     MachineReplaced,
+    PushWeights,
     ReplicaLeaving,
     ReplicaLost,
     ReplicaStarted,
     ReplicaStopped,
+    SaveCheckpoint,
     StartReplica,
     Stepped,
     Stop,
@@ -25,6 +27,7 @@ from streamrl.engine.messages import (
     TakeBack,
     TrainerLost,
     TrainerStarted,
+    WeightsPushed,
 )
 from streamrl.engine.trace import Entry, Trace
 from streamrl.engine.trainer_side import LEADER
@@ -46,6 +49,8 @@ class Incident:
     """What became of it; empty if the record does not show it."""
     num_failed: int = 0
     """Rollouts that failed with it."""
+    num_more: int = 0
+    """Later failures of the same command for the same reason."""
 
 
 def find_incidents(trace: Trace) -> list[Incident]:
@@ -71,7 +76,10 @@ class _Reader:
         """By replacement: the incident that it repairs."""
         self._trainers: dict[int, Incident] = {}
         """By trainer that restarts: its incident."""
-        self._failed: Counter[tuple[str, str]] = Counter()
+        self._failed: dict[tuple[str, str], Incident] = {}
+        """By command and reason: the first of these failures."""
+        self._repeated: dict[str, tuple[Incident, float]] = {}
+        """By command that is repeated until it succeeds: its incident, and when it last failed."""
 
     def read(self, entry: Entry) -> None:
         """Read one entry."""
@@ -103,6 +111,13 @@ class _Reader:
                     repaired.outcome = self._restarted(repaired, time, version)
                 if trainer == LEADER:
                     self._version = version
+            case WeightsPushed() | CheckpointSaved():
+                kind = (
+                    PushWeights if isinstance(event, WeightsPushed) else SaveCheckpoint
+                ).__name__
+                if (failed := self._repeated.pop(kind, None)) is not None:
+                    repaired, since = failed
+                    repaired.outcome = f"repeated, done after {format_duration(time - since)}"
             case Stepped(version, trainer):
                 self._version = version if trainer == LEADER else self._version
             case Failed(command, reason):
@@ -139,15 +154,23 @@ class _Reader:
                 lost.num_failed += type(command) is Generate
                 return
         kind = type(command).__name__
-        if lost_with(self._trainers.values(), time) or self._failed[kind, reason]:
-            self._failed[kind, reason] += 1
+        if lost_with(self._trainers.values(), time):
             return
-        self._failed[kind, reason] += 1
-        self._add(time, f"{COMMANDS.get(kind, kind)} failed", reason)
+        incident = self._failed.get((kind, reason))
+        if incident is None:
+            incident = self._add(time, f"{COMMANDS.get(kind, kind)} failed", reason)
+            self._failed[kind, reason] = incident
+        else:
+            incident.num_more += 1
+            incident.outcome = ""
+        if isinstance(command, PushWeights | SaveCheckpoint):
+            self._repeated[kind] = incident, time
 
     def finish(self) -> Iterator[Incident]:
         """Yield the incidents, with what became of their rollouts."""
         for incident in self._found:
+            if incident.num_more:
+                incident.what += f", and {incident.num_more} more {'time' if incident.num_more == 1 else 'times'}"
             if incident.num_failed:
                 told = f"{incident.num_failed} rollouts went on elsewhere"
                 incident.outcome = "; ".join(part for part in (incident.outcome, told) if part)
