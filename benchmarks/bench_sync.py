@@ -100,7 +100,6 @@ def predict(row: Row) -> float:
     fixed = backend.fixed_time(row.num_bytes, round(row.num_tensors))
     if row.method.endswith(" update") and backend.offload_bandwidth is not None:
         fixed -= row.num_bytes / backend.offload_bandwidth
-    assert backend.sender_bandwidth is not None, f"{row.backend} has no measured constants"
     broadcast = row.num_bytes * backend.broadcast_share
     return fixed + broadcast / backend.sender_bandwidth + shard_time(row)
 
@@ -138,7 +137,6 @@ def physical_time(row: Row) -> float:
     if row.backend != "nccl-reshard":
         return 0.0
     backend = load_backend(row.backend)
-    assert backend.sender_bandwidth is not None, "the backend has a measured bandwidth"
     broadcast = row.num_bytes * backend.broadcast_share / backend.sender_bandwidth
     return broadcast + shard_time(row)
 

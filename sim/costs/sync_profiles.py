@@ -7,7 +7,7 @@ from functools import cache
 
 from streamrl.hardware.profile_table import ProfileTable, check_positive
 from streamrl.hardware.profiles import find_profile, read_profile
-from streamrl.runfile.units import Bandwidth, Duration
+from streamrl.runfile.units import NO_FACTOR, Bandwidth, Duration, Factor
 
 
 class Transport(ProfileTable, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Transport(ProfileTable, frozen=True, kw_only=True):
 
 
 class SyncBackend(ProfileTable, frozen=True, kw_only=True):
-    """One library that moves weights, and the time that it adds to the bytes on the wire."""
+    """One library that moves weights: its sender, and the time that it adds to the bytes on the wire."""
 
     name: str
     source: str
@@ -42,10 +42,10 @@ class SyncBackend(ProfileTable, frozen=True, kw_only=True):
     """Bytes per second at which all weights go to host memory before the transfer; None if they do
     not.
     """
-    sender_bandwidth: Bandwidth | None = None
-    """Most bytes per second of the sender, including its gather; None if the gather is counted
-    separately.
-    """
+    sender_bandwidth: Bandwidth
+    """Most bytes per second of the sender, including its gather."""
+    error: Factor = NO_FACTOR
+    """Seconds of the sender relative to those at `sender_bandwidth`."""
     broadcast_share: float = 1.0
     """Share of the bytes that every receiver gets in full; of the rest each receives its own
     shard.

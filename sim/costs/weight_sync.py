@@ -1,13 +1,13 @@
 """Compute the seconds and bytes of a weight sync: gather, encode, cross the link, broadcast, load.
 
-    trainer ranks ──gather──► root(s) ──link──► one node ──tree──► nodes ──NVLink──► GPUs ──load──► weights
+    trainer ranks ──gather──► sender ──link──► one node ──tree──► nodes ──NVLink──► GPUs ──load──► weights
 
 The payload is cut into equal buckets that pass the hops one after the other, so n buckets take
 
     sum of every hop's time for one bucket  +  (n - 1) * the slowest hop's time for one bucket
 
-Between pools, one copy crosses the link for all replicas. In one pool, every data-parallel rank is
-the root of a tree with its share of the bytes (StreamRL, arXiv 2504.15930, section 6). A push runs
+One copy crosses the link between pools for all replicas. The sender has a measured rate, with its gather (profiles/sync).
+A push runs
 in parallel to generation, as if replicas had separate receive buffers; only the load pauses a
 replica.
 
@@ -29,7 +29,7 @@ from streamrl.hardware.model_shape import BYTES, ModelShape, linear_layers, lora
 from streamrl.hardware.precision import quantised_bytes
 from streamrl.hardware.profiles import Gpu, gpu_of
 from streamrl.hardware.resolved import ReplicaHardware, ResolvedRun, TrainerHardware
-from streamrl.hardware.tiers import TIERS, Tier
+from streamrl.hardware.tiers import TIERS, Provenance, Tier
 from streamrl.runfile.cluster_config import LinkConfig, PoolConfig
 from streamrl.runfile.policies_config import SyncConfig
 from streamrl.runfile.roles_config import RolloutConfig
@@ -216,6 +216,13 @@ class SyncCosts:
     tier: Tier
     sources: tuple[str, ...]
     """Files of profiles/ that the figures come from."""
+    spread: float = 0.0
+    """By how much the seconds may be off as a share, because rates of senders differ."""
+
+    @property
+    def provenance(self) -> Provenance:
+        """Return where the seconds come from."""
+        return Provenance.of(self.tier, self.sources).with_spread(self.spread)
 
     @property
     def push_time(self) -> float:
@@ -287,8 +294,10 @@ class _Route:
     def costs(self) -> SyncCosts:
         broadcast = self.payload.num_bytes * self.backend.broadcast_share
         sharded = self.payload.num_bytes - broadcast
-        passage = TransferTimes.through(self._hops(), broadcast, self.sync.bucket_size)
+        hops, sender = self._hops(), Hop(self.backend.sender_bandwidth)
+        passage = TransferTimes.through(hops, broadcast, self.sync.bucket_size)
         latency = 0.0 if self.link is None else self.link.latency
+        is_sender_slowest = all(sender.bandwidth <= hop.bandwidth for hop in hops)
         return SyncCosts(
             wire_bytes=round(broadcast + sharded * self.replica.config.replicas),
             fill_time=self._fixed_time() + passage.fill_time,
@@ -297,6 +306,7 @@ class _Route:
             load_time=self._load_time(),
             tier=self._tier(),
             sources=self._sources(),
+            spread=self.backend.error.spread * is_sender_slowest,
         )
 
     @property
@@ -331,28 +341,11 @@ class _Route:
     def _hops(self) -> list[Hop]:
         """Return all hops of a broadcast bucket, in order."""
         legs = [Hop(load_delta().codec_bandwidth)] if self._is_delta else []
-        legs += self._sender()
+        legs.append(Hop(self.backend.sender_bandwidth))
         if self.link is not None:
             legs.append(link_hop(self.link))
         network = Hop(self.receiver.node_bandwidth, self.receiver.network.message_latency)
         return [*legs, *[network] * self._depth(), Hop(self.receiver.gpu.nvlink)]
-
-    def _sender(self) -> list[Hop]:
-        """Return the measured rate of the sender, or else the all-gather of a rank's shards.
-
-        Each of k roots gathers 1/k of the bytes. (n-1)/n of these are on the n-1 other ranks that
-        share a copy of the weights.
-        """
-        if self.backend.sender_bandwidth is not None:
-            return [Hop(self.backend.sender_bandwidth)]
-        config = self.trainer.config
-        split = config.tensor_parallel * config.pipeline_parallel
-        if split == 1:
-            return []
-        roots = config.copies if self.link is None else 1
-        is_one_node = split <= self.sender.pool.domain
-        wire = self.sender.gpu.nvlink if is_one_node else self.sender.node_bandwidth
-        return [Hop(roots * wire * split / (split - 1))]
 
     def _depth(self) -> int:
         """Return the number of hops over the receiving pool's network.
@@ -437,6 +430,7 @@ def _side_by_side(
         drain_time=max(kind.drain_time for kind in kinds),
         unpack_time=max(kind.unpack_time for kind in kinds),
         tier=max((kind.tier for kind in kinds), key=TIERS.index),
+        spread=max(kind.spread for kind in kinds),
         sources=tuple(dict.fromkeys(source for kind in kinds for source in kind.sources)),
     )
 

@@ -91,7 +91,6 @@ def predict(row: Switch) -> Prediction:
         seconds = costs.push_time + costs.load_time
         payload = float(Payload.of(resolved.replica, resolved.run.sync).num_bytes)
         sender = load_backend(resolved.run.sync.backend).sender_bandwidth
-        assert sender is not None, "a row of pushes names a backend with a measured sender"
         return Prediction(seconds - payload / sender, payload, 1 / sender)
     change = PhaseChange.load(resolved)
     if row.constant == "verl":
