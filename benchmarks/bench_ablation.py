@@ -277,7 +277,11 @@ TERMS = (
     Term("slow hosts of Grace", _no_host_slowdown, _is_on_grace),
     Term("wait for token counts", _no_routing_time, _is_mixture),
     Term("NCCL between nodes, for tensor ranks", _line_rate_between_nodes, _spans_nodes),
-    Term("log-probabilities from engines", _in_engines("log_prob", "log_prob_step"), _any),
+    Term(
+        "log-probabilities from engines",
+        _in_engines("log_prob", "log_prob_http", "log_prob_step"),
+        _any,
+    ),
     Term("engine seconds of a step and of a layer", _in_engines("step", "layer"), _any),
     Term("engine seconds of a running rollout", _in_engines("request"), _any),
     Term("attention outside of CUDA graphs, up to vLLM 0.10", _whole_graphs, _launches_attention),

@@ -68,13 +68,18 @@ SPLIT = Duration(GAPS + 19.5e-6)
 0.73 ms at six request rates (vLLM pull 20059). It is the middle of three sources. Llama-3.1-8B with eight
 requests saves 12 us (pull 10058), Qwen3-Coder-30B-A3B in fp8 with ten 129 us (pull 25444).
 """
-LOG_PROB_STEP, LOG_PROB = Duration(113.1e-6), Duration(18.22e-6)
+LOG_PROB_STEP, LOG_PROB_HTTP = Duration(113.1e-6), Duration(18.22e-6)
 """Seconds of a step of vLLM with log-probabilities, and of each of its rollouts. With them, 1 and 64
 requests make 407 and 13,583 tokens/s instead of 430 and 18,645 (vLLM pull 57442: Qwen2.5-0.5B on L20,
-logprobs=0, its HTTP server, 0.29). The server's JSON is a part of it. NeMo-RL calls vLLM in its
-process, where slicing, sending between processes and wrapping remain; no source separates them. At
+logprobs=0, its HTTP server, 0.29). The server's JSON is a part of it. At
 64 to 512 requests throughput is 0.67 to 0.73 of that without. Five log-probabilities a token took
 35 us each in the first version (pull 9880).
+"""
+LOG_PROB = Duration(7.7e-6)
+"""The same for a framework that calls vLLM in its process: an assumption. NeMo-RL keeps the whole engine in one process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0). Functions of vLLM 0.32 take 0.9 us there to slice a rollout's values, and 6.8 us to
+wrap them without text. Both were timed on two shared cores, with batches of 256. An engine with a process of its own
+hides most of it.
 """
 SYNCHRONIZATION = Duration(1046e-6)
 """Seconds of a step of SGLang until March 2026 with log-probabilities: 196.23 tokens/s of one request
@@ -107,6 +112,7 @@ FITS = {
         start=Overheads(
             request=REQUEST,
             log_prob=LOG_PROB,
+            log_prob_http=LOG_PROB_HTTP,
             log_prob_step=LOG_PROB_STEP,
             quantises_apart=True,
             pads_experts=("hopper", "blackwell"),
@@ -115,7 +121,7 @@ FITS = {
             row.kind == "step" and row.dtype == "bfloat16" and row.version == "0.11.1"
         ),
         note="decode steps of 0.11.1 in 16 bits on H100 (rows in fp8 and busy steps are predicted only: inputs are quantised in "
-        "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob` and "
+        "kernels of their own, and experts go in padded blocks of 128 rows, as its deep_gemm_utils.py says); `log_prob_http` and "
         "`log_prob_step` from pull 57442",
     ),
     "vllm-0.9": Fit(
@@ -127,6 +133,7 @@ FITS = {
             layer=SPLIT,
             request=REQUEST,
             log_prob=LOG_PROB,
+            log_prob_http=LOG_PROB_HTTP,
             log_prob_step=LOG_PROB_STEP,
             quantises_apart=True,
             pads_experts=("hopper", "blackwell"),
@@ -134,7 +141,7 @@ FITS = {
         is_fitted=lambda row: False,
         note="nothing: `step` and `layer` are those of vLLM 0.11, and what it saves by asynchronous scheduling (pull 25444) and "
         "by whole graphs (pull 20059); `request` is the paper's: with it, 256 rollouts wait 5.0 ms, where 5 to 6 are published for "
-        "Llama-2-7B with engines of 2024 (issue 10634, pull 11133); `log_prob` is that of one L20, a model of 0.5B and an HTTP server "
+        "Llama-2-7B with engines of 2024 (issue 10634, pull 11133); `log_prob_http` is that of one L20, a model of 0.5B and an HTTP server "
         "(pull 57442); formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
     ),
     "vllm-0.10": Fit(
@@ -146,6 +153,7 @@ FITS = {
             layer=GAPS,
             request=REQUEST,
             log_prob=LOG_PROB,
+            log_prob_http=LOG_PROB_HTTP,
             log_prob_step=LOG_PROB_STEP,
             quantises_apart=True,
             pads_experts=("hopper", "blackwell"),
@@ -153,17 +161,20 @@ FITS = {
         is_fitted=lambda row: False,
         note="nothing: `step` is that of vLLM 0.6, which does not schedule asynchronously either, and `request` the "
         "paper's: 5.8 ms for 256 rollouts, where 5 to 6 are published for Llama-2-7B with engines of 2024 (vLLM issue 10634, "
-        "pull 11133); `log_prob` is that of one L20, a model of 0.5B and an HTTP server (pull 57442); `layer` and "
+        "pull 11133); `log_prob_http` is that of one L20, a model of 0.5B and an HTTP server (pull 57442); `layer` and "
         "formats are those of vLLM 0.11; no published row samples from the most likely tokens alone",
     ),
     "vllm-0.19": Fit(
         name="vLLM 0.15 to 0.19",
         versions=("0.15", "0.16", "0.17", "0.18", "0.19"),
         terms=(),
-        start=Overheads(step=STEP, layer=GAPS, log_prob_step=LOG_PROB_STEP, log_prob=LOG_PROB),
+        start=Overheads(
+            step=STEP, layer=GAPS, log_prob_step=LOG_PROB_STEP, log_prob_http=LOG_PROB_HTTP
+        ),
         kernels={"gemm.fp8": "sglang", "all_reduce": "trtllm"},
         note="nothing: `step` and `layer` are those of vLLM 0.11; asynchronous scheduling hides the work for each "
-        "request, and greedy sampling sorts no logits; experts in fp8 are no longer padded",
+        "request, and greedy sampling sorts no logits; it also works with log-probabilities (pull 27615), so in a "
+        "framework's process they take nothing for each rollout; experts in fp8 are no longer padded",
     ),
     "vllm-0.6": Fit(
         name="vLLM 0.6.3, CUDA graphs",
@@ -479,6 +490,7 @@ def _lines(constants: Overheads) -> list[str]:
         "request": f'"{constants.request * 1e6:.4g} us"',
         "logit": f'"{constants.logit * 1e9:.4g} ns"',
         "log_prob": f'"{constants.log_prob * 1e6:.4g} us"',
+        "log_prob_http": f'"{constants.log_prob_http * 1e6:.4g} us"',
         "log_prob_step": f'"{constants.log_prob_step * 1e6:.4g} us"',
         "reads_cache_per_head": "true",
         "quantises_apart": "true",

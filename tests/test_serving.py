@@ -141,7 +141,7 @@ def test_returned_log_probabilities_slow_steps_as_published(
 ) -> None:
     """Throughput of vLLM pull request 57442: tokens/s of Qwen2.5-0.5B on L20, with logprobs=0 and without."""
     constants = load_engine("vllm-0.11").constants
-    found = constants.log_prob_step + requests * constants.log_prob
+    found = constants.log_prob_step + requests * constants.log_prob_http
     assert found == pytest.approx(requests / returning - requests / without, rel=0.01)
 
 
@@ -156,6 +156,11 @@ def test_an_engine_returns_log_probabilities_where_the_loss_or_the_framework_wan
         {**of_trainer, "framework.name": "nemo-rl"},
     ):
         assert Costs.load(small_run(changes)).decode.base[4] == pytest.approx(slower), changes
+    behind_http = Costs.load(small_run({"framework.name": "prime-rl"})).decode.base[4]
+    http = constants.log_prob_step + 4 * constants.log_prob_http
+    assert (
+        behind_http == pytest.approx(plain + http) and constants.log_prob_http > constants.log_prob
+    )
     openrlhf = {**of_trainer, "framework.name": "openrlhf", "framework.optimizer_steps": 1}
     assert Costs.load(small_run(openrlhf)).decode.base[4] == pytest.approx(plain)
 
@@ -181,7 +186,7 @@ def test_an_engine_sorts_logits_only_where_the_most_likely_tokens_are_sampled() 
         for keys in ({}, {"rollout.top_k": 50}, {"rollout.top_p": 0.9})
     )
     assert plain < top_k == top_p
-    assert load_engine().as_sampled(sorts=False, has_log_probs=False).constants.logit == 0
+    assert load_engine().as_sampled(sorts=False, log_probs="none").constants.logit == 0
 
 
 def test_a_host_that_schedules_while_the_gpu_waits_takes_as_long_as_published() -> None:

@@ -29,7 +29,7 @@ from streamrl.hardware.tiers import DATASHEETS, PARTITION, SPREADS, Provenance
 from streamrl.runfile.backend_choice import RolloutBackend, engine_named, simulated_engines
 from streamrl.runfile.config import CostsConfig, Run
 from streamrl.runfile.errors import OneOf, RunError
-from streamrl.runfile.frameworks import returns_log_probs
+from streamrl.runfile.frameworks import calls_over_http, returns_log_probs
 from streamrl.runfile.gpu_pools import of_kind, of_lent
 from streamrl.runfile.roles_config import AdmissionName
 from streamrl.sim.costs.cache_transfer import CacheRoute, CacheTransfer, HostCache
@@ -46,7 +46,7 @@ from streamrl.sim.costs.machine_profile import (
     MeasuredTraining,
     switch_times,
 )
-from streamrl.sim.costs.overheads import decode_errors, load_engine
+from streamrl.sim.costs.overheads import LogProbs, decode_errors, load_engine
 from streamrl.sim.costs.resizing import ResizingCosts
 from streamrl.sim.costs.reward_model import ModelRewards, StatedRewards, reward_costs
 from streamrl.sim.costs.router_replay import check_replay, recording_time, token_bytes
@@ -320,8 +320,11 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
     """
     _check(resolved)
     run, replica = resolved.run, resolved.replica
-    has_log_probs = returns_log_probs(run.framework, run.algorithm)
-    decode, prefill = _compose_replica(replica, run.costs, has_log_probs)
+    log_probs: LogProbs = "none"
+    if returns_log_probs(run.framework, run.algorithm):
+        is_behind_http = calls_over_http(run.framework) or run.rollout.external is not None
+        log_probs = "over HTTP" if is_behind_http else "in process"
+    decode, prefill = _compose_replica(replica, run.costs, log_probs)
     training, sync = TrainingCosts.load(resolved), sync_costs(resolved)
     rewards = reward_costs(resolved.reward, run.costs)
     costs = Costs(
@@ -343,7 +346,7 @@ def _of_one_kind(resolved: ResolvedRun) -> Costs:
             "decode": _replica_source(decode.provenance, replica, run.costs),
             "score": training.provenance,
             "train": training.provenance,
-            "sync": Provenance.of(sync.tier, sync.sources),
+            "sync": sync.provenance,
         },
     )
     if moves_caches(run.policies.migration, run.rollout.migration_transfer):
@@ -400,7 +403,7 @@ def _of_kinds(resolved: ResolvedRun) -> Costs:
     provenance = dict(kinds[0].provenance)
     for operation in ("prefill", "decode"):
         provenance[operation] = Provenance.joined([costs.provenance[operation] for costs in kinds])
-    provenance["sync"] = Provenance.of(sync.tier, sync.sources)
+    provenance["sync"] = sync.provenance
     routes = CacheRoute.between_kinds(resolved)
     if routes:
         provenance["cache_transfer"] = Provenance.joined([r.provenance for r in routes.values()])
@@ -524,7 +527,7 @@ def _with_machine(costs: Costs, machine: MachineCosts) -> Costs:
         provenance={
             **dict.fromkeys(costs.provenance, machine.provenance),
             "decode": machine.decode.provenance,
-            "sync": Provenance.of(machine.sync.tier, machine.sync.sources),
+            "sync": machine.sync.provenance,
         },
     )
 
@@ -611,22 +614,20 @@ def kernels_of(gpu: str, own: Precision, backend: str | None = None) -> Kernels:
 
 
 def _compose_replica(
-    replica: ReplicaHardware, config: CostsConfig, has_log_probs: bool
+    replica: ReplicaHardware, config: CostsConfig, log_probs: LogProbs
 ) -> tuple[DecodeCurve, PrefillCurve]:
     """Compose a replica's decode step and prefill from operators, once for any number of replicas."""
     alone = msgspec.structs.replace(replica.config, replicas=1, others=())
     placed = msgspec.structs.replace(replica, config=alone)
-    return _composed(placed, config.engine, config.backend, has_log_probs)
+    return _composed(placed, config.engine, config.backend, log_probs)
 
 
 @lru_cache(maxsize=64)
 def _composed(
-    replica: ReplicaHardware, engine: str, backend: str | None, has_log_probs: bool
+    replica: ReplicaHardware, engine: str, backend: str | None, log_probs: LogProbs
 ) -> tuple[DecodeCurve, PrefillCurve]:
     rollout = replica.config
-    serving = load_engine(engine).as_sampled(
-        sorts=rollout.sorts_tokens, has_log_probs=has_log_probs
-    )
+    serving = load_engine(engine).as_sampled(sorts=rollout.sorts_tokens, log_probs=log_probs)
     shard = Shard(
         replica.longest_model,
         kernels_of(replica.pool.gpu, replica.precision, backend),

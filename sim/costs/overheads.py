@@ -8,7 +8,8 @@
 | `request`       | each running rollout: scheduling, detokenising, returning results               |
 | `logit`         | each running rollout and word of the vocabulary: sorting (`top_p`, `top_k`)     |
 | `log_prob_step` | each step that returns the log-probability of every token                       |
-| `log_prob`      | each running rollout in such a step: slicing, sending and wrapping its value    |
+| `log_prob`      | each running rollout in such a step, in the engine's process: slicing, encoding |
+| `log_prob_http` | the same behind an HTTP server, with its wrapping and JSON; instead of it       |
 | `slowdown`      | (a factor) the decode kernels of this version, relative to those of the tables  |
 
 `benchmarks/fit_decode.py` fits them to published steps, and `profiles/engines/` has one file per
@@ -18,14 +19,16 @@ extra work in its code. vLLM sorts logits only for `rollout.top_p` or `rollout.t
 v1/sample/ops/topk_topp_sampler.py), and RL samples from all tokens. The two terms of
 log-probabilities come from published throughput with and without them, on models so small that the
 host limits the step. vLLM's were measured on one L20 with a model of 0.5B, behind its HTTP server
-(pull request 57442). So its JSON is in them, and no source says what remains without. They add to the step: RL frameworks launch the next step after the results of
-the last one.
+(pull request 57442). So its JSON is in `log_prob_http`. No publication says what remains for a framework that calls the
+engine in its process: `log_prob` is an assumption. They add to the step: RL frameworks launch the next step after the
+results of the last one.
 """
 
 from __future__ import annotations
 
 import datetime
 from functools import cache
+from typing import Literal
 
 import msgspec
 
@@ -34,8 +37,19 @@ from streamrl.hardware.profiles import PROFILES, check_engine, known_engines, lo
 from streamrl.runfile.config import CostsConfig
 from streamrl.runfile.units import Duration
 
-TERMS = ("step", "layer", "launch", "request", "logit", "log_prob", "log_prob_step")
+TERMS = (
+    "step",
+    "layer",
+    "launch",
+    "request",
+    "logit",
+    "log_prob",
+    "log_prob_http",
+    "log_prob_step",
+)
 """Constants that are durations; 0 if an engine has none."""
+LogProbs = Literal["none", "in process", "over HTTP"]
+"""How the log-probability of every token leaves the engine."""
 
 
 class Overheads(ProfileTable, frozen=True, kw_only=True):
@@ -47,6 +61,7 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
     request: Duration = Duration(0)
     logit: Duration = Duration(0)
     log_prob: Duration = Duration(0)
+    log_prob_http: Duration = Duration(0)
     log_prob_step: Duration = Duration(0)
     slowdown: float = 1.0
     reads_cache_per_head: bool = False
@@ -78,12 +93,15 @@ class Overheads(ProfileTable, frozen=True, kw_only=True):
         """Return the overheads of a step that samples from all tokens, so that no logits are sorted."""
         return msgspec.structs.replace(self, logit=Duration(0))
 
-    def returning_log_probs(self) -> Overheads:
-        """Return the overheads of a step that returns the log-probability of every token."""
+    def returning(self, log_probs: LogProbs) -> Overheads:
+        """Return the overheads of a step that returns the log-probability of every token, or of none."""
+        if log_probs == "none":
+            return self
+        value = self.log_prob_http if log_probs == "over HTTP" else self.log_prob
         return msgspec.structs.replace(
             self,
             step=Duration(self.step + self.log_prob_step),
-            request=Duration(self.request + self.log_prob),
+            request=Duration(self.request + value),
         )
 
 
@@ -139,16 +157,15 @@ class ServingEngine(ProfileTable, frozen=True, kw_only=True):
         """Return whether the profile is of a version."""
         return any(f"{version}.".startswith(f"{start}.") for start in self.versions)
 
-    def as_sampled(self, *, sorts: bool, has_log_probs: bool) -> ServingEngine:
+    def as_sampled(self, *, sorts: bool, log_probs: LogProbs) -> ServingEngine:
         """Return this engine with the overheads of what is asked of it.
 
         Args:
             sorts: whether it samples from the most likely tokens alone.
-            has_log_probs: whether it returns the log-probability of every token.
+            log_probs: how it returns the log-probability of every token.
         """
         constants = self.constants if sorts else self.constants.sampling_from_all()
-        constants = constants.returning_log_probs() if has_log_probs else constants
-        return msgspec.structs.replace(self, constants=constants)
+        return msgspec.structs.replace(self, constants=constants.returning(log_probs))
 
 
 @cache
