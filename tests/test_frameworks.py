@@ -293,7 +293,7 @@ def test_another_name_takes_away_what_the_first_one_filled_in() -> None:
 
 
 def test_a_frameworks_own_seconds_are_its_files_and_those_of_the_run_file_win() -> None:
-    assert step_time_of(of_framework("verl")).seconds == 0.82
+    assert step_time_of(of_framework("verl")).seconds == 1.24
     assert TrainingCosts.load(resolve(of_framework("nemo-rl"))).overhead_time == 3.0
     stated = of_framework("verl", {"framework.step_time": "7 s"})
     assert step_time_of(stated).seconds == 7.0

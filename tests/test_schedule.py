@@ -19,6 +19,7 @@ from streamrl.sim.costs.costs import ScaledSchedule
 from streamrl.sim.costs.training.micro_batches import MicroBatch, distribute_rollouts, micro_batches
 from streamrl.sim.costs.training.pipeline import Pipeline, interleave
 from streamrl.sim.costs.training.training import TrainingCosts
+from streamrl.sim.fidelity.rl_steps import load_published
 from tests.runs import small_run
 from tests.schedule_events import EventTrainer, InterleavedRun, Micro, PipelineRun
 
@@ -376,6 +377,26 @@ def test_ranks_of_a_model_share_what_a_controller_sends_unless_their_release_sen
     assert shared == pytest.approx(once)
     assert copied == pytest.approx([8 * each for each in once])
     assert nemo_rl("0.6", {"framework.transfer_time": "0 s"}).transfer_times == (0.0, 0.0)
+
+
+def test_verl_before_0_9_sends_batches_from_one_controller_as_its_published_steps_have_it() -> None:
+    def verl(version: str | None, num_gpus: int) -> tuple[float, float]:
+        stated = {} if version is None else {"framework.version": version}
+        own = {**PASSES, "framework.name": "verl", **stated}
+        run = train_run(changes=own, data_parallel=num_gpus // 4, tensor_parallel=4, zero=1)
+        return TrainingCosts.load(resolve(run)).transfer_times
+
+    longest = resolve(train_run()).trainer.longest_sequence
+    published = [
+        step.table["framework"]["transfer_time"]
+        for step in load_published()
+        if step.name.startswith("verl: ")
+    ]
+    assert set(published) == {"140 ns"}
+    for version in ("0.5", "0.8"):
+        assert verl(version, 32) == pytest.approx([longest * 140e-9] * 2, rel=0.02)
+        assert verl(version, 8) == pytest.approx([longest * 40e-9] * 2, rel=0.02)
+    assert verl("0.9", 32) == verl(None, 32) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("version", "is_told"), [("0.4", True), ("0.5", False)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from streamrl.hardware.calibration_file import Calibration, StageName, load_calibration
-from streamrl.hardware.resolved import ResolvedRun
+from streamrl.hardware.resolved import ResolvedRun, TrainerHardware
 from streamrl.runfile.frameworks import (
     SYNC_BACKEND,
     USUAL,
@@ -21,7 +21,6 @@ from streamrl.runfile.frameworks import (
     load_usual,
     settings_of,
 )
-from streamrl.runfile.roles_config import TrainerConfig
 from streamrl.runfile.simulation_config import FrameworkConfig
 
 
@@ -132,19 +131,21 @@ class OwnTransfer(NamedTuple):
     """None if there are none."""
 
 
-def own_transfer(framework: FrameworkConfig, trainer: TrainerConfig) -> OwnTransfer:
+def own_transfer(framework: FrameworkConfig, trainer: TrainerHardware) -> OwnTransfer:
     """Return what a framework's controller takes to send a batch; none where the run and its framework have none."""
     key, stated = "framework.transfer_time", framework.transfer_time
     if stated is not None:
         source = f"run file: {key} = {stated * 1e9:.3g} ns" if stated else None
         return OwnTransfer(stated, stated, source=source)
     known = framework_of(framework.name)
-    if known is None or known.sending is None:
+    sending = None if known is None else known.sending_of(framework.version)
+    if known is None or sending is None:
         return OwnTransfer(0.0, 0.0)
-    release, sending = known.release_of(framework.version), known.sending
+    release, config = known.release_of(framework.version), trainer.config
     sends_copies = release is not None and release.sends_copies
-    copies = trainer.ranks_alike * trainer.pipeline_parallel if sends_copies else 1
-    times = sending.token_times(copies)
+    copies = config.ranks_alike * config.pipeline_parallel if sends_copies else 1
+    num_nodes = -(-config.num_gpus // trainer.pool.gpus_per_node)
+    times = sending.token_times(copies, num_nodes)
     source = (
         f"{key} {times[1] * 1e9:.3g} ns for training, {copies} {'copy' if copies == 1 else 'copies'} of the batch, "
         f"{FOLDER}/{known.name}.toml: {sending.source}"
@@ -226,14 +227,14 @@ def framework_sources(resolved: ResolvedRun) -> Iterator[str]:
     if why is not None:
         yield (
             f"{SYNC_BACKEND} of framework {framework.name} is unknown ({why}): {run.sync.backend} stands in, "
-            "a roofline of what the wires need and nothing else"
+            "a roofline of the network behind the median rate of other frameworks' senders"
         )
     how = framework.unknown.get(DYNAMIC_SAMPLING)
     if how is not None and run.leaves_out_uniform:
         yield f"{DYNAMIC_SAMPLING} of framework {framework.name} is not simulated as it is ({how})"
     corrections = Corrections.of(resolved)
     yield own_step_time(run.framework, corrections, run.costs.profile).source
-    sent = own_transfer(run.framework, run.trainer)
+    sent = own_transfer(run.framework, resolved.trainer)
     if sent.source is not None:
         yield sent.source
     offload = None if run.policies.shares_gpus else offload_to_score(run.framework)

@@ -237,13 +237,15 @@ class Sending(_Table, frozen=True, kw_only=True):
     bandwidth: Bandwidth
     error: Factor
     """Seconds relative to those at `bandwidth`."""
+    between_nodes: float = 1.0
+    """Seconds to ranks on several nodes, relative to those on one."""
+    releases: tuple[str, ...] = ()
+    """The releases whose controller sends the batch; all, and the commit that was read, where empty."""
 
-    def token_times(self, copies: int) -> tuple[float, float]:
-        """Return the seconds of a padded token for a scoring pass and for training, sent `copies` times."""
-        return (
-            copies * self.scored_bytes / self.bandwidth,
-            copies * self.trained_bytes / self.bandwidth,
-        )
+    def token_times(self, copies: int, num_nodes: int = 1) -> tuple[float, float]:
+        """Return the seconds of a padded token for a scoring pass and for training, sent `copies` times to ranks on nodes."""
+        times = copies * (self.between_nodes if num_nodes > 1 else 1.0) / self.bandwidth
+        return times * self.scored_bytes, times * self.trained_bytes
 
 
 class UsualSeconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -267,6 +269,8 @@ class Framework(_Table, frozen=True, kw_only=True):
     passes: list[ExtraPass] = []
     engine_log_probs: EngineLogProbs | None = None
     """None if the engine returns log-probabilities only where the loss reads them."""
+    over_http: str = ""
+    """Where its code calls inference engines over HTTP, with JSON; "" if it calls them in their processes."""
     systems: list[SupportedSystem]
     sync: list[SupportedSync]
     engines: list[SupportedEngine] = []
@@ -302,6 +306,13 @@ class Framework(_Table, frozen=True, kw_only=True):
         """Return the settings of a version, those of its release first: the first that holds for a key counts."""
         release = self.release_of(version)
         return [*(release.settings if release else ()), *self.settings]
+
+    def sending_of(self, version: str | None) -> Sending | None:
+        """Return what one controller of a version sends; None if workers fetch their rollouts, or nobody published it."""
+        release, sending = self.release_of(version), self.sending
+        if sending is None or not sending.releases:
+            return sending
+        return sending if release is not None and release.version in sending.releases else None
 
     def returns_log_probs(self, version: str | None) -> bool:
         """Whether the inference engine of a version always returns log-probabilities."""
@@ -411,6 +422,12 @@ def returns_log_probs(config: FrameworkConfig, algorithm: AlgorithmConfig) -> bo
     framework = framework_of(config.name)
     is_always = framework is not None and framework.returns_log_probs(config.version)
     return is_always or algorithm.takes_engine_log_probs
+
+
+def calls_over_http(config: FrameworkConfig) -> bool:
+    """Whether a framework calls its inference engines over HTTP."""
+    framework = framework_of(config.name)
+    return framework is not None and bool(framework.over_http)
 
 
 def has_layout(framework_name: FrameworkName | None, trainer: TrainerConfig) -> bool:

@@ -150,7 +150,7 @@ class TrainingCosts(Struct, frozen=True, kw_only=True):
         num_trained = trainer.num_trained_models
         updated = (ranks.reduce_time() + ranks.update_time()) * (1 + ranks.draft_share)
         updated += switches.step_time
-        sent, longest = own_transfer(run.framework, trainer.config), trainer.longest_sequence
+        sent, longest = own_transfer(run.framework, trainer), trainer.longest_sequence
         own_time = (
             stages.rollout_time(longest) / trainer.config.num_gpus * trainer.config.ranks_alike
         )
