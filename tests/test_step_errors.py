@@ -16,7 +16,8 @@ from streamrl.hardware.step_errors import (
     StepErrors,
     checked_steps,
 )
-from streamrl.record.band import StepBasis, model_error_of
+from streamrl.hardware.tiers import Tier
+from streamrl.record.band import ROOFLINE, StepBasis, model_error_of
 from streamrl.record.metrics import measure, steady_basis
 from streamrl.sim.fidelity.bands import (
     BEYOND,
@@ -45,6 +46,7 @@ ERRORS = StepErrors(
     sources=0,
     within_source=0.5,
     priors=(8.0, 4.0),
+    most_roofline=0.6,
     sides=(1.0, 1.0),
     stages={
         stage: StageErrors(rows=0, sources=0, own=None, spread={"all": 0.3, "dense": spread})
@@ -125,6 +127,21 @@ def test_seconds_that_were_measured_on_the_machine_have_the_error_of_executed_ru
     )
     known = model_error_of(unchecked, errors=ERRORS).high
     assert model_error_of(unchecked, unchecked=["decode"], errors=ERRORS).high > known
+
+
+def test_a_stage_with_more_rooflines_than_any_published_one_has_a_further_spread() -> None:
+    def spread(share: float) -> float:
+        tiers: dict[Tier, float] = {"composed": 1 - share, "roofline": share}
+        basis = StepBasis(replicas={}, trainer={}, tiers={"train": tiers}, partition=HOPPER)
+        return basis.spreads(ERRORS)["train"]
+
+    own = ERRORS.spread("train", HOPPER)
+    assert spread(0.0) == spread(ERRORS.most_roofline) == own
+    assert spread(1.0) == pytest.approx((own**2 + ROOFLINE**2) ** 0.5)
+    assert own < spread(0.8) < spread(1.0)
+    stages = [_made("a", 0.1, "train"), replace(_made("b", 0.1), generation_roofline=0.9)]
+    found = derive([replace(stages[0], generation_roofline=0.4), stages[1]])
+    assert found.most_roofline == 0.4, "a whole step checks no stage"
 
 
 @pytest.mark.parametrize("system", ["colocated", "disaggregated", "stream-async"])
@@ -239,5 +256,6 @@ def test_steps_of_all_sources_are_in_the_bands_that_reports_show() -> None:
     errors = [exp(each.error) for each in steps]
     inside = [band.low <= error <= band.high for error, band in zip(errors, shown, strict=True)]
     above = [error > band.high for error, band in zip(errors, shown, strict=True)]
-    assert np.mean(above) <= BEYOND + 0.02
-    assert 0.7 <= np.mean(inside) <= 0.9
+    below = [error < band.low for error, band in zip(errors, shown, strict=True)]
+    assert max(np.mean(above), np.mean(below)) <= BEYOND
+    assert COVERAGE <= np.mean(inside) <= 0.97

@@ -27,7 +27,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import exp, log, sqrt
+from math import ceil, exp, log, sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -47,7 +47,7 @@ from streamrl.hardware.step_errors import (
 from streamrl.hardware.tiers import Tier
 from streamrl.record.band import StepBasis, model_error_of
 from streamrl.runfile.result_files import replacing
-from streamrl.sim.fidelity.published_rows import Row, middle
+from streamrl.sim.fidelity.published_rows import AT_DEFAULTS, Row, middle
 
 RESIDUALS = "fidelity-residuals.csv"
 COVERAGE = 0.8
@@ -91,6 +91,8 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True):
     train_roofline: float = 0.0
     train_factors: float = 0.0
     """Further spread of scoring and training passes from factors of which few sources are known."""
+    at_defaults: float = 0.0
+    """Seconds with racks at defaults; 0 for what is not on racks."""
 
     @property
     def error(self) -> float:
@@ -140,6 +142,7 @@ def _residual(row: Row) -> Residual:
         for tier in DATASHEET_TIERS
     }
     shares["train_factors"] = basis.factors.get("train", 0.0)
+    default = row.readings.get(AT_DEFAULTS, 0.0)
     return msgspec.convert(
         {
             "stage": row.stage,
@@ -152,6 +155,7 @@ def _residual(row: Row) -> Residual:
             "published": float(f"{middle(row.published):.5g}"),
             "width": round(row.width, 4),
             **{name: round(share, 4) for name, share in shares.items()},
+            "at_defaults": float(f"{default:.5g}"),
         },
         Residual,
     )
@@ -193,17 +197,24 @@ def _left_out_sides(residuals: Sequence[Residual], prior: tuple[float, float]) -
 
 
 def _sides_of(residuals: Sequence[Residual], bands: Mapping[tuple[str, str], Sides]) -> Sides:
-    """Return the factors of both sides of these bands with which `BEYOND` of the published steps is beyond either end."""
+    """Return the factors of both sides of these bands with which at most `BEYOND` of the published steps is beyond either end."""
     steps = [each for each in residuals if each.stage == "step"]
     if not steps:
         return 1.0, 1.0
     below, above = (
         np.quantile(
-            [sign * each.error / bands[each.source, each.name][side] for each in steps], 1 - BEYOND
+            [sign * each.error / bands[each.source, each.name][side] for each in steps],
+            1 - BEYOND,
+            method="higher",  # an interpolated factor leaves one step more beyond the end
         )
         for side, sign in enumerate((-1, 1))
     )
-    return max(LEAST, round(float(below), 4)), max(LEAST, round(float(above), 4))
+    return max(LEAST, _rounded_up(float(below))), max(LEAST, _rounded_up(float(above)))
+
+
+def _rounded_up(factor: float) -> float:
+    """Return a factor with four digits that is not smaller, so that the step at an end stays within."""
+    return ceil(factor * 1e4) / 1e4
 
 
 def left_out_bands(
@@ -243,6 +254,22 @@ def with_bands(steps: Sequence[Row], others: Sequence[Row]) -> list[Row]:
             below, above = bands[row.source, row.name]
             row = msgspec.structs.replace(row, band=(row.best * exp(-below), row.best * exp(above)))
         found.append(row)
+    return found
+
+
+def with_reported_bands(steps: Iterable[Row], errors: StepErrors | None = None) -> list[Row]:
+    """Return published steps with the bands that reports show, which rest on all sources.
+
+    Args:
+        steps: published rows of whole steps.
+        errors: the errors of stages; None for those of the profile.
+    """
+    found = []
+    for row in steps:
+        assert row.basis is not None, "a step has a basis"
+        error = model_error_of(row.basis, errors=errors)
+        band = (row.best * error.low, row.best * error.high)
+        found.append(msgspec.structs.replace(row, band=band))
     return found
 
 
@@ -301,6 +328,10 @@ def _derive(residuals: Sequence[Residual], prior: tuple[float, float], sides: Si
         sources=len({each.source for each in steps}),
         within_source=alike,
         priors=prior,
+        most_roofline=max(
+            (max(e.generation_roofline, e.train_roofline) for e in residuals if e.stage != "step"),
+            default=0.0,
+        ),
         stages=stages,
         correlation=_correlations(residuals, alike),
         sides=(1.0, 1.0),
@@ -450,6 +481,7 @@ def errors_text(errors: StepErrors) -> str:
         f"sources = {errors.sources}",
         f"within_source = {errors.within_source}",
         f"priors = {list(errors.priors)}",
+        f"most_roofline = {errors.most_roofline}",
         f"sides = {list(errors.sides)}",
     ]
     for stage, of in errors.stages.items():

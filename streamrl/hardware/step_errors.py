@@ -54,6 +54,8 @@ class StepErrors(ProfileTable, frozen=True, kw_only=True):
     """Correlation of the errors of one source."""
     priors: tuple[float, float]
     """Rows that a larger partition counts as, beside the rows of a smaller one: for stages, and for steps."""
+    most_roofline: float
+    """Largest share of rooflines in the seconds of a published stage to which nothing was fitted. Errors of stages include it."""
     sides: tuple[float, float]
     """Factors of all bands below and above their predictions. At most half of the share 1 - `coverage` of the published
     steps, and of the steps of left-out sources, is beyond either end."""

@@ -2,8 +2,8 @@
 
     band  =  95 % interval of the mean step  x  model error of the step
 
-The model error is the one of `streamrl.hardware.step_errors`. It was made so that eight in ten published steps are within it,
-one in ten is longer and one in ten shorter. Fewer steps of a source that was left out are within it: `checked_steps` has
+The model error is the one of `streamrl.hardware.step_errors`. It was made so that at least eight in ten published steps are within
+it, at most one in ten is longer and at most one in ten shorter. Fewer steps of a source that was left out are within it: `checked_steps` has
 how many of each system. A recorded run was measured by a clock and has no model error.
 """
 
@@ -41,6 +41,8 @@ MEASURED = log(1.21)
 """Spread of seconds that were measured on the machine itself: 80 % of 12 runs on two CPU cores were this close to their
 simulation before the run (`make bench-reality`, docs/fidelity.md).
 """
+ROOFLINE = log(1.69)
+"""Spread of rooflines: 80 % of the measured seconds of operators are this close to theirs (benchmarks/bench_roofline.py)."""
 
 
 CostFacts: TypeAlias = Mapping[str, str | float | dict[str, float] | list[str]]
@@ -129,7 +131,9 @@ class StepBasis(msgspec.Struct, frozen=True, kw_only=True):
         if stage == "sync":  # published seconds of syncs are compared with rooflines
             return spread
         scaled = tiers.get("scaled", 0.0) + is_unchecked * tiers.get("composed", 0.0)
-        return hypot(spread, scaled * scaled_spread())
+        beyond = max(0.0, tiers.get("roofline", 0.0) - errors.most_roofline)
+        beyond /= (1 - errors.most_roofline) or 1.0
+        return hypot(spread, scaled * scaled_spread(), beyond * ROOFLINE)
 
 
 def scaled_spread() -> float:
