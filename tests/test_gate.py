@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from streamrl.hardware.step_errors import Stage
+from streamrl.record.band import StepBasis
 from streamrl.sim.fidelity.gate import (
     partitions_of,
     read_partitions,
@@ -61,14 +63,15 @@ def test_what_is_lost_is_named(row: Row, word: str) -> None:
     assert bool(lines) is bool(word) and word in "".join(lines)
 
 
-def test_bands_of_all_steps_may_not_leave_the_range_that_they_claim() -> None:
-    good = [replace(ROW, name=str(k), band=(11.5, 12.0) if k < 2 else ROW.band) for k in range(10)]
-    before = partitions_of({"steps": good})
-    assert before["steps", "bands of whole steps"].in_band == 0.8
-    wide = [replace(ROW, name=str(k), band=(5.0, 20.0)) for k in range(10)]
-    (line,) = worsened({"steps": wide}, before)
-    assert line.startswith("bands of whole steps: 100% of the rows in a band of 80 %")
-    assert not list(worsened({"steps": good}, partitions_of({"steps": wide})))
+def test_bands_of_reports_may_not_hold_fewer_steps_than_they_claim() -> None:
+    shares: dict[Stage, float] = {"generation": 0.6, "train": 0.4}
+    basis = StepBasis(replicas=shares, trainer={}, partition=("dense", "hopper"))
+    near = [replace(ROW, name=str(k), predicted=(9.9, 9.9), basis=basis) for k in range(10)]
+    far = replace(near[0], predicted=(1.0, 1.0))
+    for rows, is_told in ((near, False), ([*near[:6], *[far] * 4], True)):
+        found = [line for line in worsened({"steps": rows}, {}) if "bands of reports" in line]
+        assert bool(found) is is_told
+        assert all("bands of reports: 60% of the rows in a band of 80 %" in one for one in found)
 
 
 def test_a_band_of_eight_in_ten_may_hold_less_than_all_and_a_range_may_not() -> None:
