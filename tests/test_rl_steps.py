@@ -44,6 +44,8 @@ from streamrl.sim.fidelity.rl_steps import (
 )
 from streamrl.sim.fidelity.scorecard import (
     BEGIN,
+    CHECKED_BEGIN,
+    CHECKED_END,
     END,
     LIMITS,
     MANY_GPUS,
@@ -53,6 +55,7 @@ from streamrl.sim.fidelity.scorecard import (
     _bias,
     _origins,
     _told,
+    checked_text,
     partition_of,
     scorecard,
     sections,
@@ -312,7 +315,8 @@ def test_the_scorecard_begins_with_rows_that_nothing_was_fitted_to() -> None:
     }
     training, memory = list(scorecard(sets))[2:]
     cells = [cell.strip() for cell in training.strip("|").split("|")]
-    assert cells[:4] == ["training steps", "2", "1", "5.0%"] and cells[8] == "150% (widest 300%)"
+    assert cells[:5] == ["training steps", "2", "1", "", "5.0%"]
+    assert cells[7] == "150% (widest 300%)"
     assert cells[11:] == ["20.0% / 20.0% of 1", "10.0% / 10.0% of 1"]
     assert memory.startswith(
         "| KV cache of replicas: reports that gave the constants | 0 |"
@@ -327,10 +331,9 @@ def test_first_predictions_and_steps_without_published_stages_are_marked() -> No
     total = replace(ROW, name=name, stage="step", basis=basis, band=(8.0, 9.9), has_stages=False)
     (line,) = list(scorecard({"steps": [total]}))[2:]
     error = abs(middle((low, high)) / 10 - 1)
-    assert f", {TOTALS} | 1 | 1 | 10.0% |  | {error:.1%} |" in line
-    assert f"{error:.1%} off in median and {error:.0%} at p90, and today's are 10.0% off" in _bias(
-        [total]
-    )
+    assert f", {TOTALS} | 1 | 1 |  | 10.0% | worst 10.0% | -10.0% |  | {error:.1%} |" in line
+    told = f"{error:.1%} off in median and {error:.0%} at p90. Today's are 10.0% and 10.0% off"
+    assert told in _bias([total])
     assert any(f"{name} ({TOTALS})" in line for line in sections({"steps": [total]}))
     published = {f"{step.name}: step": step for step in PUBLISHED.values()}
     assert first_predictions().keys() <= published.keys()
@@ -350,26 +353,31 @@ def test_a_step_on_racks_has_a_second_reading_whose_replicas_are_in_one_rack_eac
 
 
 def test_the_scorecard_shows_both_readings_of_racks_and_counts_configurations() -> None:
-    basis = StepBasis(replicas={}, trainer={}, partition=("mixture", "blackwell", "a framework"))
+    basis = StepBasis(
+        replicas={"generation": 1.0}, trainer={}, partition=("mixture", "blackwell", "a framework")
+    )
     step = replace(ROW, stage="step", basis=basis, band=(8.0, 11.0), configuration="one")
     rows = [replace(step, name=name, readings={AT_DEFAULTS: 5.0}) for name in "ab"]
     (line,) = list(scorecard({"steps": rows}))[2:]
-    assert "| 2 (1) | 1 | 10.0% | 50.0% |" in line
+    assert "| 2 (1) | 1 | 50.0% | 10.0% |" in line
     (told,) = [each for each in _told({"steps": rows}, ()) if each.startswith("**2 whole steps")]
     assert "10.0% (all)" in told and "50.0% (all)" in told
 
 
-def test_models_whose_errors_cancel_have_lines_of_their_own_in_the_long_scorecard_alone() -> None:
+def test_models_whose_errors_cancel_have_lines_of_their_own() -> None:
     basis = StepBasis(replicas={}, trainer={}, partition=("mixture", "hopper", "a framework"))
     step = replace(ROW, stage="step", basis=basis, band=(8.0, 11.0), source="a page")
     steps = [replace(step, shape="b", predicted=(11.0, 11.0)), step]
     every, longer, shorter = list(scorecard({"steps": steps}))[2:]
     assert ": b | 1 |" in longer and "| +10.0% |" in longer
     assert f": {ROW.shape} | 1 |" in shorter and "| -10.0% |" in shorter
-    assert "| 2 | 1 | 10.0% |" in every and len(list(scorecard({"steps": [step, step]}))) == 3
+    assert "| 2 | 1 |  | 10.0% |" in every and len(list(scorecard({"steps": [step, step]}))) == 3
     dense = replace(step, basis=replace(basis, partition=("dense", "hopper", "a framework")))
     assert len(list(scorecard({"steps": [dense, replace(dense, shape="b")]}))) == 3
-    assert len(list(short_scorecard({"steps": steps}))) == 3
+    assert len(list(short_scorecard({"steps": steps}))) == 5
+    alike = [replace(steps[0], shape=name) for name in "ab"]
+    assert len(list(scorecard({"steps": alike}))) == 5
+    assert len(list(short_scorecard({"steps": alike}))) == 3, "the README has those that cancel"
 
 
 def test_large_steps_have_a_line_of_their_own_too() -> None:
@@ -377,14 +385,16 @@ def test_large_steps_have_a_line_of_their_own_too() -> None:
     step = replace(ROW, stage="step", basis=basis, band=(8.0, 9.9))
     sets = {"steps": [replace(step, num_gpus=number) for number in (MANY_GPUS - 1, MANY_GPUS)]}
     every, large = list(scorecard(sets))[2:]
-    assert "| 2 | 1 | 10.0% |  |  | worst 10.0% |" in every and TOTALS not in every
-    assert large.startswith(f"| {OF_MANY_GPUS} | 1 | 1 | 10.0% |") and "0% / 100% / 0%" in large
+    assert "| 2 | 1 |  | 10.0% | worst 10.0% |" in every and TOTALS not in every
+    assert large.startswith(f"| {OF_MANY_GPUS} | 1 | 1 |  | 10.0% |") and "0% / 100% / 0%" in large
 
 
 def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_choice_would_get() -> (
     None
 ):
-    basis = StepBasis(replicas={}, trainer={}, partition=("dense", "hopper", "a framework"))
+    basis = StepBasis(
+        replicas={"generation": 1.0}, trainer={}, partition=("dense", "hopper", "a framework")
+    )
     step = replace(ROW, stage="step", basis=basis, band=(8.0, 11.0))
     steps = [step, step, replace(step, source="b page", band=(1.0, 2.0))]
     pair = replace(ROW, unit="x", group=PAIRS, published=(1.2, 1.2), predicted=(1.1, 1.1))
@@ -407,6 +417,9 @@ def test_below_the_scorecard_stand_what_bands_cover_elsewhere_and_what_a_fixed_c
     assert "and the sign is reversed in 1." in told
     assert "Of the 1 steps that are not of a page, 0 are within; 0 of these have fitted" in told
     assert "The 3 whole steps that no program fitted are of" in told and "fitted ones" not in told
+    assert "By row, 3 of 3 are within 12 %, and 3 within 25 %. By partition, 1 of 1 are" in told
+    assert "too short are 3 of 3 of" in told
+    assert "Counted, they hold 3 of 3 (100%): 0 are above and 0 below." in told
     assert (
         "3 of 3 whole steps that no program fitted take longer" in told
         and "10.0% too short" in told
@@ -421,7 +434,10 @@ def test_below_the_scorecard_stand_errors_of_fitted_steps_and_of_the_low_ends_of
     told = " ".join(_origins([replace(step, predicted=(6.0, 15.0)), fitted]))
     assert "The 1 whole steps that no program fitted are of a/one." in told
     assert "1 fitted ones are of b/two: 30.0% off in median, 30.0% at worst." in told
-    assert "1 of the unfitted ones are ranges" in told and "At the lower end it is 40.0%" in told
+    assert (
+        "1 of the unfitted ones have unknown inputs: they are ranges, such as 6 to 15 s" in told
+        and "At the lower end it is 40.0%" in told
+    )
 
 
 def test_stages_of_another_generation_of_gpus_have_a_line_of_their_own() -> None:
@@ -440,7 +456,7 @@ def test_every_set_of_rows_has_its_place_in_the_scorecard() -> None:
 
 def test_a_range_does_not_count_as_exact_and_its_width_is_listed() -> None:
     (line,) = list(scorecard({"training": [replace(ROW, predicted=(5.0, 11.35))]}))[2:]
-    assert "| 24.7% |  |  | worst 24.7% | -24.7% | 127% |" in line
+    assert "| 24.7% | worst 24.7% | -24.7% | 127% |" in line
 
 
 def test_the_readme_has_the_figures_of_the_page_for_rows_that_no_program_fitted() -> None:
@@ -449,13 +465,29 @@ def test_the_readme_has_the_figures_of_the_page_for_rows_that_no_program_fitted(
     part = readme.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     shown, every = ({c[0]: c for c in _cells(text)} for text in (part, page.partition("## ")[0]))
     for name, cells in shown.items():
-        _, number, _, median, default, first, high, bias, _, banded, band, *_ = every[name]
-        assert cells[1:] == [number, median, default, first, high, bias, band, banded], name
+        assert cells[1:] == [every[name][1], *every[name][3:11]], name
     free = [name for name, cells in every.items() if cells[1] != "0" and "ratios" not in name]
     moe = [name for name in free if name.startswith(MOE_STEPS)]
     by_model = {name for name in moe if ": " in name.removeprefix(MOE_STEPS)}
-    assert by_model and set(free) - by_model == shown.keys() and len(shown) > 10
-    assert list(shown)[1].startswith("whole RL steps")
+    assert by_model > by_model & shown.keys() and set(free) - by_model == shown.keys() - by_model
+    assert len(shown) > 10 and list(shown)[1].startswith("whole RL steps")
+
+
+def test_the_first_screen_says_which_steps_were_compared_and_that_no_prediction_was_scored() -> (
+    None
+):
+    root = Path(__file__).parents[1]
+    readme = (root / "README.md").read_text()
+    told = readme.partition(CHECKED_BEGIN)[2].partition(CHECKED_END)[0]
+    steps = [each for each in load_published() if "step" in each.stages]
+    of_nemo = sum(each.name.startswith("NeMo-RL") for each in steps)
+    assert told.startswith(f"Checked on {len(steps)} published steps, {of_nemo} of NeMo-RL, ")
+    systems = {make_run(each.table).policies.system for each in steps}
+    assert not any(system.startswith("stream") for system in systems)
+    assert all(make_run(each.table).environment is None for each in steps)
+    cells = [cells[-1] for cells in _cells((root / "docs" / "predictions.md").read_text())]
+    assert set(cells) <= {"not read", "published"}, "a prediction was scored: README must say so"
+    assert checked_text([]) == ""
 
 
 def _cells(page: str) -> list[list[str]]:
@@ -465,10 +497,10 @@ def _cells(page: str) -> list[list[str]]:
 
 
 def test_a_page_without_marks_for_the_scorecard_is_refused() -> None:
-    page = f"{BEGIN}\n{END}"
+    page = f"{CHECKED_BEGIN}{CHECKED_END}{BEGIN}\n{END}"
     assert with_scorecard(page, {"training": [ROW]}).count("| training steps") == 1
     assert "10.0%" not in with_scorecard(page, {"training": [replace(ROW, is_fitted=True)]})
-    with pytest.raises(ValueError, match="must have the lines"):
+    with pytest.raises(ValueError, match="must have the marks <!-- checked -->"):
         with_scorecard("no marks", {})
 
 

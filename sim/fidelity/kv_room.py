@@ -85,18 +85,30 @@ def _page(row: RoomRow) -> str:
     return row.source.partition(" (")[0]
 
 
+def engine_of(row: Row) -> str:
+    """Return the engine that a row of a KV cache is of, by the name of its file in profiles/engine_memory."""
+    return row.group.removeprefix(CACHE).partition(": ")[0]
+
+
+CACHE = "KV cache, "
+
+
 def _row(row: RoomRow, is_of_fit: bool) -> Row:
-    """Return a row. `is_of_fit` says whether constants were fitted to other rows of its source."""
+    """Return a row. `is_of_fit` says whether constants were fitted to other rows of its source.
+
+    Such a row is left out of the fit with its model, but not with its source.
+    """
     ours = predict_room(row)
     layout = f"{row.gpu} TP{row.tensor_parallel}, share {row.share:g}"
     kind = "constants from these" if row.fitted else SAME_SOURCE if is_of_fit else INDEPENDENT
     return Row(
         name=f"{row.model} in {row.dtype}, {layout}",
-        group=f"KV cache, {row.engine}: {kind}",
+        group=f"{CACHE}{row.engine}: {kind}",
         shape=row.model,
         unit="GiB a GPU",
         published=(row.gib, row.gib),
         predicted=(ours, ours),
-        is_fitted=row.fitted,
+        is_fitted=row.fitted or is_of_fit,
+        left_out=ours if is_of_fit and not row.fitted else None,
         source=row.source,
     )
