@@ -42,6 +42,7 @@ from streamrl.runfile.files import decode_run
 from streamrl.sim.costs.cache_transfer import CacheRoute
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
+from streamrl.sim.costs.sync_profiles import load_transport
 from streamrl.sim.cpu_contention import Cores
 from streamrl.sim.handling import Handling
 from streamrl.sim.kv_transfer import Handover, Network, Port, Transfer
@@ -117,7 +118,7 @@ def test_between_nodes_each_gpu_of_the_decode_replica_reads_its_shard() -> None:
 
 def test_between_pools_all_transfers_share_the_link() -> None:
     route = Costs.load(apart({**PREFILL, "pool": "near"})).cache_routes[1, 0]
-    assert route.link_rate == pytest.approx(80e9 / 8 * 0.9 / BYTES)
+    assert route.link_rate == pytest.approx(80e9 / 8 * load_transport("tcp").efficiency / BYTES)
     assert route.latency == pytest.approx(0.01 + 42e-6)
     assert route.link == ("far", "near")
 

@@ -18,13 +18,14 @@ from streamrl.hardware.resolved import resolve
 from streamrl.runfile.config import Run
 from streamrl.runfile.errors import RunError
 from streamrl.sim.costs.costs import Costs
+from streamrl.sim.costs.sync_profiles import load_transport
 from streamrl.sim.costs.weight_sync import INITIAL_WINDOW, Payload, sending_time
 from tests.measured_profile import around, make_profile, measured_run, model_directory
 
 PUSH, LOAD = 4e-3, 6e-3
 """Seconds of the profile's."""
 ENCODE, DECODE, DECODE_ALL = 0.02, 0.03, 0.05
-RATE, LATENCY, EFFICIENCY = 1e8, 0.02, 0.9
+RATE, LATENCY, EFFICIENCY = 1e8, 0.02, load_transport("tcp").efficiency
 """Bits a second and seconds one way of the link; its transport is profiles/transports/tcp.toml."""
 VALUES, BYTES = 500, 600
 """Of the delta that was measured."""
