@@ -280,8 +280,8 @@ def test_no_name_or_path_of_a_run_file_is_a_command_in_the_script(
     found = find_arguments(load_run(MAIN), name)
     argument = found.arguments[0]._replace(value=hostile)
     found = found._replace(arguments=[argument, *found.arguments[1:]], command="true")
-    untold = [each._replace(value=hostile) for each in found.untold]
-    script = launch_script(found._replace(notes=[hostile], untold=untold))
+    untold = [each._replace(value=hostile) for each in found.find_untold()]
+    script = launch_script(found._replace(notes=[hostile], find_untold=lambda: untold))
     variables = dict.fromkeys(found.table.variables, "1")
     subprocess.run(["bash"], input=script, text=True, check=True, env={"PATH": "/bin", **variables})
     assert not [*tmp_path.iterdir()]
@@ -658,7 +658,9 @@ def test_what_a_plan_has_beyond_plain_layouts_is_an_option_or_said_to_be_none(
     }
     staged = {*changes} if name != "openrlhf" else {*changes} - {"rollout.pipeline_parallel"}
     found = find_arguments(small_run({key: changes[key] for key in staged}), name)
-    keys = {argument.key for argument in found.arguments} | {each.key for each in found.untold}
+    keys = {argument.key for argument in found.arguments} | {
+        each.key for each in found.find_untold()
+    }
     assert keys >= {
         *("rollout.dtype", "rollout.kv_dtype", "trainer.dtype"),
         *("rollout.speculative.tokens", "trainer.context_parallel"),
