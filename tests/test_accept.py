@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -123,6 +124,7 @@ def test_a_listener_is_reached_at_its_address_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as other:
         own, found = psutil.Process(other.pid), []
         while not found and other.poll() is None:
+            time.sleep(0.05)  # a look takes CPU time, which the other needs to start
             found = [each for each in own.net_connections() if each.status == psutil.CONN_LISTEN]
         assert {each.laddr.ip for each in found} == {"127.0.0.1"}
         measure_link("127.0.0.1", port, listens=False, backend="gloo", patience=60)
