@@ -74,6 +74,7 @@ BIN := $(VENV)/bin
 # The workers of the tests start at once. Each would compile these again.
 COMPILED_ONCE := reasoning_gym, transformers.modeling_utils, transformers.models.auto.modeling_auto, torch._dynamo, pandas, matplotlib.pyplot, datasets, hypothesis, peft, math_verify, sklearn.linear_model, pytest
 READY := $(VENV)/.ready
+TESTS_COMPILED := $(VENV)/.tests-compiled
 ENGINES := build/engines
 TRL := build/trl
 EXPORTS := build/exports
@@ -130,7 +131,7 @@ docs: $(DOCS)/.ready
 notebooks: $(READY)
 	$(BIN)/jupyter execute --inplace --timeout=600 notebooks/*.ipynb
 
-test: $(READY)
+test: $(READY) $(TESTS_COMPILED)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 gate: $(READY)
@@ -316,6 +317,11 @@ else
 	$(BIN)/python -m $(PIP_INSTALL) --editable '.[executor,notebooks,dev]' --constraint $(VENV)/versions.txt
 endif
 	$(BIN)/python -W ignore -c "import $(COMPILED_ONCE)"  # some packages print warnings when they are compiled
+	touch $@
+
+# Each worker of the tests would compile the tests and this project again.
+$(TESTS_COMPILED): $(READY)
+	-$(BIN)/python -m pytest --collect-only --quiet --quiet > /dev/null
 	touch $@
 
 # pip 25.1 is the first that installs dependency groups.
