@@ -146,7 +146,7 @@ def test_terminal_and_page_name_the_option_that_is_chosen_then(tmp_path: Path) -
 
 
 def test_something_can_run_each_option_that_is_offered() -> None:
-    plan = planned(few(SMALL)).plan
+    plan = planned(few(SMALL, unit=None)).plan
     able = [any(each.can_run for each in option.carried_by) for option in plan.options]
     assert able[0] and plan.carried_by == plan.options[0].carried_by
     for option, is_able in zip(plan.options, able, strict=True):

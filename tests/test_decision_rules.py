@@ -251,7 +251,7 @@ def test_no_plan_on_parts_of_a_node_is_simulated_if_by_estimate_a_rival_beats_th
 
 
 def test_a_search_beside_another_asks_for_no_simulation_of_generation_or_training_again() -> None:
-    search = searched()
+    search = searched(unit=None)
     counts = [2, 4, 6, 8]
     plan = replace(search.space.run.plan, rollout_gpus=counts, trainer_gpus=counts)
     other = search.beside(plan, runnable=True)

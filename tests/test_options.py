@@ -134,7 +134,7 @@ def test_a_plan_just_above_the_tolerance_counts_if_it_is_one_and_a_half_times_as
 
 
 def test_a_better_plan_that_nothing_runs_is_an_option_and_never_recommended() -> None:
-    plan = planned(few(SMALL | SEVERAL | {"cluster.pools.h20.price": 0.9})).plan
+    plan = planned(few(SMALL | SEVERAL | {"cluster.pools.h20.price": 0.9}, unit=None)).plan
     assert any(each.can_run for each in plan.carried_by)
     (other,) = (each for each in plan.options if "nothing runs this today" in each.labels)
     assert not other.is_offered and not any(each.can_run for each in other.carried_by)

@@ -292,7 +292,7 @@ def test_own_gpus_are_used_and_not_rented(tmp_path: Path) -> None:
 def test_a_page_of_own_gpus_without_a_price_has_time_and_no_dollars(tmp_path: Path) -> None:
     own = {"gpu": "h800", "nodes": 1, "price": 0.0, "owned": True}
     offer = {"cluster.pools": {"h800": own}, "cluster.links": [], "rollout.pool": "h800"}
-    run = few({**offer, "trainer.pool": "h800"}, objective="step-time", trainer_gpus=[4])
+    run = few({**offer, "trainer.pool": "h800"}, objective="step-time", trainer_gpus=[4], unit=None)
     report = read_report([write_plan_of(run, tmp_path / "plan")])
     plan = planned(run).plan
     assert plan.whole_run is not None and plan.whole_run.dollars == 0
@@ -396,7 +396,8 @@ def test_a_plan_on_a_part_of_a_node_says_so_once_unless_a_unit_was_chosen(tmp_pa
     for unit in ({}, {"unit": 4}):
         changes = {"cluster.pools": {"h800": {**pool, **unit}}, "cluster.links": []}
         sides: dict[str, Any] = {"rollout_gpus": [4], "trainer_gpus": [4], "systems": ["colocated"]}
-        run = few({**changes, "rollout.pool": "h800", "trainer.pool": "h800"}, **sides)
+        own = {**changes, "rollout.pool": "h800", "trainer.pool": "h800"}
+        run = few(own, **sides, unit=None)
         page = make_page(read_report([write_plan_of(run, tmp_path / str(len(found)))]))
         assert page.rental is not None
         lines = [*page.rental.notes, *head_lines(planned(run).plan)]
