@@ -25,6 +25,7 @@ from streamrl.runfile.roles_config import SecondaryTrainerConfig
 from streamrl.runfile.units import Bandwidth
 from streamrl.sim.fidelity.paper import Case, make_case
 from streamrl.sim.planner.objective import front, value_of
+from streamrl.sim.planner.options import MOST_OPTIONS
 from streamrl.sim.planner.plan import read_plan, write_plan
 from streamrl.sim.planner.plan_settings import candidate_of, settings_of
 from streamrl.sim.planner.planner import Planned, make_plan
@@ -377,8 +378,7 @@ def test_an_option_is_taken_from_a_plan_without_planning_again(
     written: Path, tmp_path: Path
 ) -> None:
     few_plans = ["--set", "plan.systems=['colocated','stream-sync']", "-o", tmp_path]
-    done = streamrl("plan", written, *few_plans, "--take", 99)
-    assert done.returncode == 2 and "--take 99: choose an option from 1 to " in done.stderr
+    streamrl("plan", written, *few_plans)
     plan = read_plan(tmp_path / "plan.json")
     first = load_run(tmp_path / "plan.toml")
     assert plan.taken == 1 and len(plan.options) > 1
@@ -399,6 +399,22 @@ def test_an_option_is_taken_from_a_plan_without_planning_again(
     assert other.returncode == 2 and "is not a plan of this run file" in other.stderr
     none = streamrl("plan", written, "-o", tmp_path / "new", "--take", 0)
     assert none.returncode == 2 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("number", [MOST_OPTIONS, MOST_OPTIONS + 1])
+def test_an_option_that_a_plan_does_not_have_replaces_no_file(
+    number: int, written: Path, tmp_path: Path
+) -> None:
+    few_plans = ["--set", "plan.systems=['colocated']", "-o", tmp_path]
+    new = streamrl("plan", written, *few_plans, "--take", number)
+    assert new.returncode == 2 and [*tmp_path.iterdir()] == []
+    earlier = {tmp_path / name: f"earlier {name}" for name in ("plan.toml", "plan.json")}
+    for path, text in earlier.items():
+        path.write_text(text)
+    done = streamrl("plan", written, *few_plans, "--force", "--take", number)
+    assert done.returncode == 2 and "--take" in done.stderr and done.stderr.count("\n") == 1
+    assert {path: path.read_text() for path in earlier} == earlier
+    assert ("whole run" in done.stdout) == (number <= MOST_OPTIONS)  # else nothing is planned
 
 
 def first_offer(path: Path, run: Run) -> Run:

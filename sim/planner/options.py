@@ -39,6 +39,10 @@ JUST_ABOVE, WORTH_MORE = 2.0, 1.5
 """A plan costs just too much if it costs at most `JUST_ABOVE` times `plan.tolerance` more than the cheapest.
 It is named beside the recommended plan if it is `WORTH_MORE` times as fast.
 """
+MOST_OPTIONS = 9
+"""Rows of the largest table: the recommended plan, four kinds of best plans, a faster one that costs just too much, the
+user's own file, and the two of `LEFT_OUT_ROWS`.
+"""
 LEFT_OUT_ROWS: tuple[OptionLabel, ...] = ("on parts of a node", "nothing runs this today")
 """Rows of plans that the search leaves out and that would be better."""
 

@@ -59,6 +59,7 @@ from streamrl.runfile.paths import check_no_directory, paths_of
 from streamrl.runfile.result_files import write_file, write_results
 from streamrl.sim.planner.answers import estimate, question_of, run_of, stated_of
 from streamrl.sim.planner.first_answer import Question
+from streamrl.sim.planner.options import MOST_OPTIONS
 from streamrl.sim.planner.plan import (
     PLAN_JSON,
     PLAN_TOML,
@@ -114,6 +115,7 @@ def plan(
             "--take",
             metavar="N",
             min=1,
+            max=MOST_OPTIONS,
             help=f"Write option N to {PLAN_TOML} instead of option 1. An existing plan of the same run file is not made again.",
             rich_help_panel=OUTPUT,
         ),
@@ -211,11 +213,9 @@ def plan(
                 stdout_console().print(
                     plan_report(planned.plan, intervals=intervals, details=details)
                 )
-            if output is not None:
-                planned = _write(planned, output, source, base)
             if number is not None:
                 planned = Planned(*take(run, planned.plan, number))
-        if output is not None and number is not None:
+        if output is not None:
             planned = _write(planned, output, source, base)
         if as_json:
             print_json(planned.plan)
