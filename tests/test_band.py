@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import sqrt
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from streamrl.record.band import (
     named_datasheets,
 )
 from streamrl.record.metrics import bands_of_speed, measure
+from streamrl.record.steady_state import FEW_STEPS, LEAST_FREEDOM, student
+from streamrl.record.whole_run import whole_time
 from streamrl.report.page.page import make_page, read_report, render_html
 from streamrl.report.plan_report import head_lines
 from streamrl.report.run_tables import figure_text, headline, time_text
@@ -57,6 +60,24 @@ def test_what_does_not_grow_with_seconds_is_in_no_band() -> None:
     assert found.cost_per_step_band.low == pytest.approx(2 + 5 * 0.9 * 0.8)
     assert found.cost_per_step_band.high == pytest.approx(2 + 5 * 1.1 * 1.25)
     assert found.cost_per_million_tokens_band.high == pytest.approx((2 + 5 * 1.1 * 1.25) * 1000)
+
+
+def test_too_few_steps_for_an_interval_have_a_band_of_their_scatter_and_at_least_the_usual_error() -> (
+    None
+):
+    few = replace(SPEED, step_time_interval=None)
+    for even in (few, replace(few, counted_steps=(4, 4))):
+        assert even.sampled == pytest.approx((10 / (1 + FEW_STEPS), 10 * (1 + FEW_STEPS)))
+    uneven = replace(few, step_times=[30.0, 12.0, 5.0, 10.0, 15.0])
+    error = student(LEAST_FREEDOM) * 5 / sqrt(3) / 10
+    assert uneven.sampled == pytest.approx((10 / (1 + error), 10 * (1 + error)))
+    many = replace(few, step_times=[9.9, 10.1] * 50, counted_steps=(1, 100))
+    assert many.spread[1] < 1.01, "such as a run with planned faults"
+    found = bands_of_speed(uneven, ERROR).step_time_band
+    assert (found.low, found.high) == pytest.approx((8 / (1 + error), 12.5 * (1 + error)))
+    time = whole_time(small_run({"algorithm.steps": 100}), uneven)
+    assert time.interval is None
+    assert time.sampled == pytest.approx((42 + 98 * 10 / (1 + error), 42 + 98 * 10 * (1 + error)))
 
 
 def test_the_note_of_a_band_says_what_it_holds_and_whether_it_is_a_guess() -> None:

@@ -94,7 +94,7 @@ def plan_share(
         choice.text,
         dict(choice.settings),
         speed_of(resolve(planned), metrics, schedule),
-        band_of(metrics.step_time, metrics.step_time_interval, metrics.model_error),
+        band_of(metrics.step_time, metrics.sampled, metrics.model_error),
     )
 
 

@@ -23,6 +23,7 @@ from streamrl.record.assumed import network_text, price_note
 from streamrl.record.band import Band, ModelError, band_of, ends_of, mixed_basis
 from streamrl.record.billing import BILLING_KEYS, bill_of, rented_time, uncounted
 from streamrl.record.charges import PaidGpus
+from streamrl.record.steady_state import FEW_STEPS
 from streamrl.record.whole_run import steps_for_one, whole_time
 from streamrl.runfile.cluster_config import BillingConfig, LinkConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -276,10 +277,6 @@ def _check_quantity(stated: object, kind: type[Bandwidth | Duration], bounds: Bo
 Floats = NDArray[np.float64]
 
 
-FEW_STEPS = 0.15
-"""Most by which figures of closed forms or of few steps differ from a whole simulation (`bench_first_answer`)."""
-
-
 class EstimatedPlan(NamedTuple):
     """One plan of a first answer."""
 
@@ -294,7 +291,7 @@ class EstimatedPlan(NamedTuple):
     step_time: float
     """Seconds of a step."""
     seconds_band: Band
-    """Range in which `seconds` may truly be: model error, and the error of so few steps."""
+    """Range in which `seconds` may truly be: model error, and the error of closed forms or so few steps."""
     dollars_band: Band
     step_time_band: Band
     model_error: ModelError
@@ -494,12 +491,13 @@ def _estimated(search: Search, what: str, index: int, figures: _Figures) -> Esti
         search.space.run,
     )
     step_time, steps = float(figures.seconds[index]), run.algorithm.steps
+    spread = 1 / (1 + FEW_STEPS), 1 + FEW_STEPS
     seconds, egress = steps * step_time, float(search.estimates.egress(figures.seconds)[index])
     if speed is not None:
-        time = whole_time(run, speed)
+        time, spread = whole_time(run, speed), speed.spread
         steps, seconds, egress = time.steps, time.seconds, speed.egress_per_step
     error, billing = estimated_error(search, index), run.cluster.billing
-    band, rents = _band(seconds, error), PaidGpus.of(candidate.apply(run)).rents
+    band, rents = _band(seconds, spread, error), PaidGpus.of(candidate.apply(run)).rents
 
     def dollars(seconds: float) -> float:
         return bill_of(run.cluster, rents, egress * steps, seconds).total
@@ -512,13 +510,14 @@ def _estimated(search: Search, what: str, index: int, figures: _Figures) -> Esti
         step_time=step_time,
         seconds_band=Band(low=rented_time(billing, band.low), high=rented_time(billing, band.high)),
         dollars_band=Band(low=dollars(band.low), high=dollars(band.high)),
-        step_time_band=_band(step_time, error),
+        step_time_band=_band(step_time, spread, error),
         model_error=error,
         simulated_steps=0 if speed is None else len(speed.step_times),
         candidate=candidate,
     )
 
 
-def _band(value: float, error: ModelError) -> Band:
-    """Return the band of a figure that rests on few steps."""
-    return band_of(value, (value / (1 + FEW_STEPS), value * (1 + FEW_STEPS)), error)
+def _band(value: float, spread: tuple[float, float], error: ModelError) -> Band:
+    """Return the band of a figure, given the ends of its sampling error relative to it."""
+    least, most = spread
+    return band_of(value, (value * least, value * most), error)

@@ -15,7 +15,7 @@ from streamrl.record.billing import uncounted
 from streamrl.record.charges import PaidGpus
 from streamrl.record.metrics import Metrics, StepBands, bands_of_speed
 from streamrl.record.run_comparison import is_beyond_chance, ratio_half_width
-from streamrl.record.steady_state import Speed
+from streamrl.record.steady_state import FEW_STEPS, Speed
 from streamrl.record.whole_run import WholeRun
 from streamrl.runfile.cluster_config import ClusterConfig, PoolConfig
 from streamrl.runfile.config import Run
@@ -251,13 +251,12 @@ class PlanDescription:
             for key in SCALED
         }
         value = self._search.value_of(self._race.steady[self._index][0]) * (1 + behind)
-        interval = None
-        if width is not None and ours.step_time_interval is not None:
-            own = (ours.step_time_interval[1] / ours.step_time) - 1
-            step = figures["step_time"]
-            interval = step * (1 - hypot(own, width)), step * (1 + hypot(own, width))
+        _, most = self._race.steady[self._index][0].spread
+        step, error = figures["step_time"], hypot(most - 1, FEW_STEPS if width is None else width)
+        sampled = step * max(0.0, 1 - error), step * (1 + error)
+        has_interval = width is not None and ours.step_time_interval is not None
         assert choice.model_error is not None, "every plan has one"
-        band = band_of(figures["step_time"], interval, choice.model_error)
+        band = band_of(step, sampled, choice.model_error)
         bands = {
             f"{key}_band": Band(
                 low=figures[key] * band.low / figures["step_time"],
@@ -269,7 +268,7 @@ class PlanDescription:
             choice,
             **figures,
             **bands,
-            step_time_interval=interval,
+            step_time_interval=sampled if has_interval else None,
             note="",
             least=value,
             most=value,

@@ -585,7 +585,7 @@ def bands_of_speed(speed: Speed, error: ModelError | None) -> StepBands:
         speed: the figures.
         error: the model error of their seconds; None if a clock measured them, which also leaves no sampling error.
     """
-    interval = None if error is None else speed.step_time_interval
+    interval = None if error is None else speed.sampled
     step = band_of(speed.step_time, interval, error)
     egress = speed.egress_per_step
     a_second = (speed.cost_per_step - egress) / speed.step_time

@@ -65,6 +65,10 @@ LEAST_FREEDOM = 3.0
 """Least degrees of freedom of Student's t."""
 ROUNDING = 1e-9
 """Difference between equal means that comes from the order of summation, as a share of the largest mean."""
+FEW_STEPS = 0.15
+"""Least relative error of a mean of too few steps for an interval. Means of few steps and closed forms differ by at most this
+much from a whole simulation (`make bench-first-answer`).
+"""
 NORMAL = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
@@ -86,6 +90,20 @@ def half_width(values: Sequence[float] | Floats) -> float | None:
     grows = (1 + correlation) / (1 - correlation)
     freedom = max(LEAST_FREEDOM, (num - 1) / grows)
     return student(freedom) * sqrt(variance * grows / num)
+
+
+def error_of_few(values: Sequence[float]) -> float:
+    """Return the relative 95 % error of a mean where steps have no interval: at least `FEW_STEPS` for few steps.
+
+    Few values count as independent. Steps of planned faults may be many, but are no sample of equal steps.
+    """
+    num, found = len(values), np.asarray(values, dtype=float)
+    if (width := half_width(found)) is not None:
+        return width / float(found.mean())
+    if num < 2:
+        return FEW_STEPS
+    width = student(max(LEAST_FREEDOM, num - 1)) * float(found.std(ddof=1)) / sqrt(num)
+    return max(FEW_STEPS, width / float(found.mean()))
 
 
 def student(freedom: float, normal: float = NORMAL) -> float:
@@ -173,11 +191,18 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluations that have ended."""
 
     @property
+    def sampled(self) -> tuple[float, float]:
+        """Return the seconds in which the mean step may be by sampling error: its interval, or that of few steps."""
+        if self.step_time_interval is not None:
+            return self.step_time_interval
+        first, last = self.counted_steps
+        error = error_of_few(self.step_times[first - 1 : last])
+        return self.step_time / (1 + error), self.step_time * (1 + error)
+
+    @property
     def spread(self) -> tuple[float, float]:
-        """Return the ends of the interval relative to the mean; 1 and 1 if there is no interval."""
-        if self.step_time_interval is None:
-            return 1.0, 1.0
-        least, most = self.step_time_interval
+        """Return the ends of the sampling error relative to the mean step."""
+        least, most = self.sampled
         return least / self.step_time, most / self.step_time
 
 

@@ -232,6 +232,9 @@ class WholeTime(NamedTuple):
     """Number of steps at the start that count with their own seconds, not with the mean."""
     seconds: float
     interval: tuple[float, float] | None
+    """95 % interval; None if too few steps count."""
+    sampled: tuple[float, float]
+    """Range by sampling error alone; see `Speed.sampled`."""
     start_time: float
     start_interval: tuple[float, float] | None
     checkpoint_time: float
@@ -265,19 +268,19 @@ def whole_time(run: Run, speed: Speed, *, is_recorded: bool = False) -> WholeTim
         num_evaluations = speed.num_evaluations if is_recorded else len(due)
     evaluating = num_evaluations * speed.evaluation_time
     known = before + saving + evaluating
-    start, interval, start_interval = speed.step_times[:num_before], None, None
-    if speed.step_time_interval is not None:
-        least, most = speed.step_time_interval
-        interval = (known + rest * least, known + rest * most)
-        start_interval = (_start_delay(start, most), _start_delay(start, least))
+    start, (least, most) = speed.step_times[:num_before], speed.sampled
+    sampled = (known + rest * least, known + rest * most)
+    has_interval = speed.step_time_interval is not None
+    start_interval = (_start_delay(start, most), _start_delay(start, least))
     seconds = known + rest * speed.step_time
     return WholeTime(
         steps,
         num_before,
         seconds,
-        interval,
+        sampled if has_interval else None,
+        sampled,
         _start_delay(start, speed.step_time),
-        start_interval,
+        start_interval if has_interval else None,
         saving,
         rented_time(run.cluster.billing, seconds),
         num_evaluations,
@@ -347,7 +350,7 @@ def make_whole_run(
     if not is_real and can_fail(run):
         restart = run.trainer.start_time if run.failures.trainers else None
         failing = assumed_of_failures(run.rollout.start_time, restart)
-    billed, band = bill(time.seconds), band_of(time.seconds, time.interval, error)
+    billed, band = bill(time.seconds), band_of(time.seconds, time.sampled, error)
     energy = read_energy(paid, shares)
     pools = dict(_pool_totals(paid, billed, time.rented, energy.watts))
     known = [pool.kwh for pool in pools.values() if pool.kwh is not None]
