@@ -32,8 +32,10 @@ from streamrl.sim.planner.layouts import (
     DIVISIBILITY,
     EXPERTS,
     Replicas,
+    TrainerRange,
     check_attention_ranks,
     fitting_replicas,
+    fitting_trainers,
     in_pool,
 )
 from streamrl.targets.execute_limits import check_back_ends
@@ -283,6 +285,27 @@ def test_a_run_of_two_stages_a_replica_counts_all_its_gpus() -> None:
 
 def fleets(run: Run, num_gpus: int) -> list[Replicas]:
     return list(fitting_replicas(far(run), run.plan, num_gpus, Counter()))
+
+
+RACK = {"gpu": "gb200", "gpus_per_node": 4, "nvlink_domain": 72}
+
+
+def test_a_rack_of_72_gpus_is_planned_with_tensor_ranks_on_whole_nodes_of_it() -> None:
+    run = plan({**RACK, "nodes": 18})
+    degrees = {one.tensor_parallel for one in fleets(run, 64)}
+    assert degrees == {1, 2, 4, 8, 16, 32, 64}
+    degrees = {one.tensor_parallel for one in fleets(run, 72)}
+    assert degrees == {1, 2, 4, 8}
+    among = TrainerRange(micro_batch=[1], zero=[1], recompute=["full"])
+    trainer = in_pool(resolve(run).trainer, "far", run.cluster.pools)
+    found = list(fitting_trainers(trainer, 64, among, Counter()))
+    assert {one.tensor_parallel for one in found} == {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_tensor_ranks_of_a_plan_are_at_most_as_many_groups_as_racks_hold() -> None:
+    run = plan({**RACK, "nodes": 8 * 18})
+    assert 64 in {one.tensor_parallel for one in fleets(run, 8 * 64)}
+    assert 64 not in {one.tensor_parallel for one in fleets(run, 8 * 72)}, "nine groups in 8 racks"
 
 
 def far(run: Run) -> ReplicaHardware:

@@ -254,13 +254,14 @@ def fitting_replicas(
     are tried only if `[plan]` or the run names them. Pipeline stages are also tried if no other
     replica holds a rollout.
     """
-    domain, model = replica.pool.domain, replica.model
-    degrees = plan.rollout_tensor_parallel
+    pool, model = replica.pool, replica.model
+    domain, degrees = pool.domain, plan.rollout_tensor_parallel
     tried = powers_of_two(domain) if degrees is None else degrees
     drafts: Sequence[int | None] = plan.speculative or [None]
     has_any = False
     for degree in tried:
-        if (domain % degree and degree % domain) or num_gpus % degree:
+        is_joined = pool.joins(degree) or degree % domain == 0
+        if num_gpus % degree or not is_joined or not pool.holds(num_gpus // degree, degree):
             cut[DIVISIBILITY] += 1
             continue
         if not model.splits_over(degree):
@@ -376,8 +377,8 @@ def fitting_trainers(
     The same split may yield two trainers. One keeps everything on its GPUs. The other offloads and
     recomputes less.
     """
-    pool, per_node = trainer.config.pool, trainer.pool.domain
-    for tensor in among.tensor_parallel or powers_of_two(per_node):
+    name, pool = trainer.config.pool, trainer.pool
+    for tensor in among.tensor_parallel or powers_of_two(pool.domain):
         if not trainer.model.splits_over(tensor):
             cut[HEADS] += 1
             continue
@@ -386,7 +387,8 @@ def fitting_trainers(
             data, rest = divmod(num_gpus, tensor * pipeline * context)
             if not data:
                 continue
-            if rest or per_node % tensor:
+            is_joined = pool.joins(tensor) and pool.holds(num_gpus // tensor, tensor)
+            if rest or not is_joined:
                 cut[DIVISIBILITY] += 1
                 continue
             for expert, slices, zero, micro in product(
@@ -402,7 +404,7 @@ def fitting_trainers(
                 if zero > 1 and data * context == 1 and len(among.zero) > 1:
                     cut[ZERO_ALONE] += 1
                     continue
-                split = (pool, data, tensor, pipeline, expert, micro, zero)
+                split = (name, data, tensor, pipeline, expert, micro, zero)
                 degrees = Degrees(
                     *(*split, among.recompute[0], among.logits[0], False, context, slices),
                     among.kernels.get(zero),
@@ -488,9 +490,8 @@ def _reason_against(hardware: TrainerHardware, framework: FrameworkName | None) 
         return OF_FRAMEWORK.format(framework)
     if trainer.data_parallel > hardware.algorithm.rollouts_per_step:
         return RANKS
-    domain = hardware.pool.domain
     is_folded = trainer.copies * trainer.tensor_parallel % trainer.expert_ranks == 0
-    if not is_folded or domain % (trainer.expert_tensor_parallel or 1):
+    if not is_folded or not hardware.pool.joins(trainer.expert_tensor_parallel or 1):
         return DIVISIBILITY
     if not splits_context(model, trainer):
         return HEADS

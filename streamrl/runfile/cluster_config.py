@@ -96,6 +96,14 @@ class PoolConfig(Section, frozen=True, kw_only=True):
         is_whole_nodes = ranks <= self.domain and ranks % self.gpus_per_node == 0
         return self.domain % ranks == 0 or is_whole_nodes
 
+    def holds(self, num_groups: int, ranks: int) -> bool:
+        """Return whether its NVLink domains hold so many groups of ranks, none of which is in two domains.
+
+        A rack of 72 GPUs holds four groups of 16. Groups of several whole domains always fit.
+        """
+        held, rest = divmod(self.domain, ranks)
+        return not rest or not held or num_groups <= held * self.num_domains
+
     @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""

@@ -591,8 +591,8 @@ def _check_tensor_parallel(
             allowed.append(f"be whole nodes of {config.gpus_per_node} GPUs")
         text = f"{key} {listing(allowed, 'or')}, got {degree}"
         raise RunError(key, degree, OneOf(divisors(domain)), text)
-    held = domain // degree
-    if domain % degree and held and num_gpus // degree > held * config.num_domains:
+    if not config.holds(num_gpus // degree, degree):
+        held = domain // degree
         own = pool_key(pool, "nvlink_domain")
         text = (
             f"{key}={degree} has {num_gpus // degree} groups of tensor ranks, but {config.num_domains} NVLink domains of "
