@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -217,6 +219,19 @@ def test_sizes_of_a_large_pool_differ_by_a_sixteenth_and_those_of_a_small_one_by
     assert large[-1] == 2048 and len(large) == 2 * FINE + 3 * FINE
     assert all(b / a - 1 <= 1 / FINE for a, b in zip(large[FINE:], large[FINE + 1 :], strict=False))
     assert len(sizes(PoolConfig(gpu="h800", nodes=256), 8)) == 256
+    single = sizes(PoolConfig(gpu="h800", nodes=16, unit=1), None)
+    assert single[:FINE] == [*range(1, FINE + 1)] and single[-1] == 128 and len(single) == 4 * FINE
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.sampled_from([None, 1, 4]))
+def test_a_larger_pool_has_all_sizes_of_a_smaller_one(
+    nodes: int, more: int, unit: int | None
+) -> None:
+    smaller, larger = (
+        sizes(PoolConfig(gpu="h800", nodes=each + 1, unit=unit), None)
+        for each in (nodes, nodes + more)
+    )
+    assert set(smaller) <= set(larger)
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -537,12 +537,12 @@ def split_sizes(plan: PlanConfig, name: str, pool: PoolConfig) -> Sizes:
 
 
 def sizes(pool: PoolConfig, unit: int | None) -> list[int]:
-    """Return the numbers of GPUs that a side may have: whole nodes, or any number in a pool with a single node.
+    """Return the numbers of GPUs that a side may have: multiples of the unit of a pool, or else of a plan.
 
-    In a large pool they differ by about a sixteenth, unless the pool or the plan has a `unit`.
+    Without a unit they are whole nodes, or any number in a pool with a single node. In a large pool they differ by about
+    a sixteenth, unless the plan has a `unit`.
     """
-    unit = pool.unit or unit
-    step = unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
+    step = pool.unit or unit or (pool.gpus_per_node if pool.nodes > 1 else 1)
     counts = range(1, pool.num_gpus // step + 1)
     return [step * count for count in counts if unit or not count % _coarseness(count)]
 
