@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace as replace_fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,26 @@ def test_nothing_is_simulated_where_there_is_no_time() -> None:
     answer = first_answer(make_run(run_table_of(SMALL)), Here(), 0.0)
     assert not any(plan.simulated_steps for plan in answer.plans)
     assert all(plan.dollars > 0 for plan in answer.plans)
+
+
+LONG = Question(model="Qwen/Qwen3-8B", gpus="4xH100/1@2.2", mean_tokens=6000, max_tokens=32_768)
+
+
+@pytest.mark.parametrize("most_rollouts", [5_000, 20_000])
+def test_an_answer_that_ends_early_names_no_plan_by_a_lower_bound_alone(most_rollouts: int) -> None:
+    run = make_run(run_table_of(LONG))
+    early, whole = first_answer(run, Here(), 600.0, most_rollouts), first_answer(run, Here(), 600.0)
+    for ours, theirs in zip(early.plans, whole.plans, strict=True):
+        assert ours.dollars > 0.95 * theirs.dollars
+
+
+@pytest.mark.parametrize("question", [SMALL, LONG])
+def test_a_larger_offer_has_no_dearer_cheapest_plan(question: Question) -> None:
+    sizes = (2, 4, 6, 8)  # tensor ranks divide the GPUs of a node, so a node of 3 has other plans
+    offers = [replace_fields(question, gpus=f"{n}xH100/1@2") for n in sizes]
+    runs = [make_run(run_table_of(offer)) for offer in offers]
+    dollars = [first_answer(run, Here(), 600.0).plans[0].dollars for run in runs]
+    assert all(larger <= smaller for smaller, larger in pairwise(dollars)), dollars
 
 
 def test_the_fastest_plan_that_costs_little_more_is_told_from_cheapest_and_fastest() -> None:

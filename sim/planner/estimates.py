@@ -65,6 +65,7 @@ from streamrl.sim.planner.stage_times import (
 from streamrl.workload.replica_batch import rollouts_under_way
 
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 PlanIndices = NDArray[np.intp]
 
 
@@ -322,6 +323,18 @@ class Estimates:
         for asked, found in self._times.items():
             if asked._replace(replicas=0) == own:
                 yield asked.replicas, found
+
+    def has_generation(self) -> Mask:
+        """Return which plans have more than a lower bound of their generation: a simulation, or closed forms alone."""
+        found = np.zeros(len(self.space), dtype=bool)
+        for mode, system in enumerate(self.space.systems):
+            in_mode = self.space.of_mode == mode
+            if _never_drains(system) and not self._has_episodes:
+                found |= in_mode
+                continue
+            known = [replicas for replicas, _ in self._found(mode)]
+            found |= in_mode & np.isin(self.space.of_replicas, known)
+        return found
 
     def _places_of(self, mode: int, replicas: int) -> Indices:
         """Return where some replicas are among the plans of a mode."""

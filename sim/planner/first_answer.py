@@ -464,10 +464,18 @@ def _figures(search: Search) -> _Figures:
 
 
 def _name(search: Search, figures: _Figures) -> dict[str, int]:
-    """Return the best plan of each kind. Plans that exceed a limit count only if all do; unfinished plans never."""
+    """Return the best plan of each kind.
+
+    Plans that exceed a limit count only if all do, and unfinished plans never. At an early end, plans whose generation has
+    only a lower bound would look best, so they count only if no other plan is left or nothing was simulated.
+    """
     is_out = search.over_limits() > 1
     is_out &= not is_out.all()
     is_out[list(search.unfinished)] = True
+    if search.num_rollouts and (search.is_late or search.is_spent):
+        is_bound = ~search.estimates.has_generation()
+        is_bound[list(search.speeds)] = False
+        is_out |= is_bound & (~is_bound & ~is_out).any()
     plan, lags = search.space.run.plan, search.lags
     steps = steps_for_one(plan, lags)
     seconds, dollars = (np.where(is_out, np.inf, each * steps) for each in figures)
