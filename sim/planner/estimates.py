@@ -220,6 +220,8 @@ class Estimates:
         self._bounds: dict[int, Floats] = {}
         """Lower bounds of the generation time of all replicas, by mode."""
         self._bound_replicas()
+        self._stream_ends_of: dict[tuple[int, int], _StreamEnds] = {}
+        """When trainers end that stream, by mode and simulated replicas."""
         self._train()
         self._checked: dict[Passes, float] = {}
         """Per trainer and streaming mode: the ratio of passes computed one by one to their closed
@@ -250,6 +252,7 @@ class Estimates:
     def widen(self, space: Space) -> None:
         """Replace the space by one with more replicas, whose new plans come after the existing ones."""
         first, self.space, self._estimated, self._places = len(self.space), space, None, {}
+        self._stream_ends_of = {}
         self._bound_replicas()
         more = sync_times(space, first)
         self._push = np.concatenate([self._push, more.push])
@@ -259,6 +262,7 @@ class Estimates:
 
     def _train(self) -> None:
         """Compute the closed forms of all trainers."""
+        self._stream_ends_of = {}
         run = self.space.run
         factor, trained, fills = run.costs.training_factor, [], []
         for trainer in self.space.trainers:
@@ -684,12 +688,33 @@ class Estimates:
         ends = np.maximum(ends, generation + trained["last"][trainer] + optimizer)
         for replicas, found in self._found(mode):
             mine = self._places_of(mode, replicas)
-            fills = self._fills[trainer[mine]]
-            for fill in np.unique(fills):
-                some = mine[fills == fill]
-                done = found.stream_end((training - optimizer)[some], int(fill))
-                ends[some] = np.maximum(ends[some], done + optimizer[some])
+            work, fills = (training - optimizer)[mine], self._fills[trainer[mine]]
+            known = self._stream_ends_of.get((mode, replicas))
+            if known is None or known.found is not found or not np.array_equal(known.fills, fills):
+                known = _StreamEnds(found, fills, np.full(len(mine), np.nan), np.zeros(len(mine)))
+                self._stream_ends_of[mode, replicas] = known
+            ends[mine] = np.maximum(ends[mine], known.after(work) + optimizer[mine])
         return ends
+
+
+class _StreamEnds(NamedTuple):
+    """When trainers end that work on the rollouts of some replicas as they finish. Each learned fact changes few of them."""
+
+    found: GenerationTime
+    fills: Indices
+    """Rollouts that a command of each trainer waits for."""
+    work: Floats
+    """Seconds of training of each trainer, without the optimizer."""
+    ends: Floats
+
+    def after(self, work: Floats) -> Floats:
+        """Return the ends for other seconds of training, computed only where they changed."""
+        is_new = self.work != work
+        for fill in np.unique(self.fills[is_new]):
+            some = is_new & (self.fills == fill)
+            self.ends[some] = self.found.stream_end(work[some], int(fill))
+        self.work[is_new] = work[is_new]
+        return self.ends
 
 
 def _degree(replicas: Replicas) -> Degree:
