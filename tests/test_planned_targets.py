@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from operator import ge
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from streamrl.runfile.files import load_run, make_run, write_run
 from streamrl.runfile.plan_config import TargetName
 from streamrl.sim.planner.modes import find_modes, keep_to_framework
 from streamrl.sim.planner.search import Search
-from streamrl.sim.planner.space import Space
+from streamrl.sim.planner.space import Space, find_trainers
+from streamrl.sim.planner.target_rules import OneTarget
 from streamrl.targets.execute_limits import check_back_ends
 from streamrl.targets.verdicts import TARGETS, check_target, verdict_of
 from tests.command_line import streamrl
@@ -52,6 +54,22 @@ def test_a_target_runs_every_plan_of_a_mixture(target: TargetName) -> None:
     offer = offer_for("16b mixture, 27 layers", target, micro_batch=[2], recompute=["full"])
     for run in sample(planned_space(offer), 40):
         check_target(run, target)
+
+
+@pytest.mark.parametrize("offer", [SMALL, "7b, two pools"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_target_says_of_a_trainer_depends_on_no_trainer_that_was_asked_before(
+    target: TargetName, offer: str
+) -> None:
+    run = keep_to_framework(offer_for(offer, None)).run
+    modes, trainers = find_modes(run), find_trainers(run, Counter())
+    known = OneTarget(run, target)
+    known.judge_modes(modes)
+    for trainer in random.Random(0).sample(trainers, 60):
+        alone = OneTarget(run, target)
+        alone.judge_modes(modes)
+        for shares in (False, True):
+            assert known.of_trainer(trainer, shares) == alone.of_trainer(trainer, shares), trainer
 
 
 @pytest.mark.parametrize("offer", [SMALL, "7b, two pools", "16b mixture, 27 layers"])

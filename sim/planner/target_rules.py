@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -178,13 +178,16 @@ class _PairsOfTarget:
         mask: Mask = generate[:, None] & train[None, :]
         refused = []
         for (first, rows), (second, columns) in self._blocks:
+            if not target.has_room(first, second, shares):
+                continue
             block = np.ix_(rows, columns)
             if not mask[block].any():
                 continue
             sides = self._replicas[rows[0]], self._trainers[columns[0]]
-            key = target.of_sizes(first, second, shares)
-            if key or target.is_unplaced(*sides, shares):
-                refused.append((key or "rollout.replicas", block))
+            is_unplaced = target.is_unplaced(*sides, shares)  # this rule is the quickest one
+            key = "rollout.replicas" if is_unplaced else target.of_sizes(first, second, shares)
+            if key:
+                refused.append((key, block))
                 mask[block] = False
         return _Pairs(mask, refused)
 
@@ -205,7 +208,7 @@ class OneTarget:
         self._zero = min(self._framework.layouts[0].zero)
         self._first: dict[bool, Mode] = {}
         """The first mode with sides that share GPUs, and the first with sides that do not."""
-        self._known: dict[tuple[Replicas | Degrees, bool], str] = {}
+        self._known: dict[tuple[Hashable, bool], str] = {}
         """Keys of broken rules of each layout of a side, by whether the sides share GPUs."""
         self._lacking: dict[Degrees, str] = {}
         """The key that no training back end of a framework has, of each layout of a trainer."""
@@ -250,13 +253,25 @@ class OneTarget:
     def of_trainer(self, trainer: Degrees, shares: bool) -> str:
         """Return the key of the rule that a trainer breaks beside plain replicas on as many GPUs; "" if none."""
         alike = trainer._replace(micro_batch=1, recompute="full")
-        if self.target != "execute":
+        if not self.is_execute:
             alike = trainer.layout._replace(offload=trainer.offload)
-        if (alike, shares) not in self._known:
+        kind = self._kind_of(alike, shares)
+        if (kind, shares) not in self._known:
             key = self._lacks_layout(alike)
             plain = self._plain_replicas(trainer.pool, trainer.num_gpus)
-            self._known[alike, shares] = key or self._judge(plain, alike, shares)
-        return self._known[alike, shares]
+            self._known[kind, shares] = key or self._judge(plain, alike, shares)
+        return self._known[kind, shares]
+
+    def _kind_of(self, trainer: Degrees, shares: bool) -> Hashable:
+        """Return what the rules read of a trainer beside plain replicas on as many GPUs.
+
+        Those of execute read whether there are several data-parallel ranks, and several nodes, but not how many.
+        """
+        if not self.is_execute or self._run.trainer.shard_ranks is not None:
+            return trainer
+        used = trainer.num_gpus * (1 if shares else 2)
+        is_wide = used > self._run.cluster.pools[trainer.pool].gpus_per_node
+        return trainer._replace(data_parallel=min(2, trainer.data_parallel)), is_wide
 
     def _lacks_layout(self, trainer: Degrees) -> str:
         """Return the key that no training back end of a framework has; "" if one has all. This rule is the quickest one.
@@ -291,6 +306,13 @@ class OneTarget:
             plain = self._plain_replicas(*generate[:2]), self._plain_trainer(*train[:2])
             self._of_pairs[key] = self._judge(*plain, shares)
         return self._of_pairs[key]
+
+    def has_room(self, generate: _Size, train: _Size, shares: bool) -> bool:
+        """Whether sides of these sizes are in their pools together. Sides that share GPUs have the same ones."""
+        if shares:
+            return generate[:2] == train[:2]
+        room = self._run.cluster.pools[train.pool].num_gpus
+        return generate.pool != train.pool or generate.num_gpus + train.num_gpus <= room
 
     def is_unplaced(self, replicas: Replicas, trainer: Degrees, shares: bool) -> bool:
         """Whether the framework has no placement for the GPUs of both sides."""
