@@ -19,7 +19,7 @@ from streamrl.sim.planner.plan_settings import candidate_of, settings_of
 from streamrl.sim.planner.race import Race
 from streamrl.sim.planner.search import ALIKE, Search
 from streamrl.sim.planner.sensitivity import judge
-from streamrl.sim.planner.space import find_trainers
+from streamrl.sim.planner.space import Space, find_trainers
 from streamrl.sim.planner.trial import Trial, Unfinished, metrics_of, whole
 from tests.test_plan import SMALL, Here, few, planned
 
@@ -187,6 +187,19 @@ def test_the_chosen_trainer_stays_in_a_what_if_even_where_others_are_faster() ->
     for trainer in slow[:2]:
         search = Search.open(run, kept=trainer, runnable=False)
         assert trainer.layout in {each.layout for each in search.space.trainers}
+
+
+def test_a_search_beside_another_has_the_plans_that_a_search_alone_has() -> None:
+    search = Search.open(few())
+    run = search.space.run
+    assert search.space.rules is not None
+    fewer = replace(run.plan, systems=["colocated"])
+    for plan, is_kept in ((replace(run.plan, micro_batch=[1]), True), (fewer, False)):
+        beside = search.beside(plan, runnable=True).space
+        alone = Space.open(replace(run, plan=plan), search.estimates.trained_on, runnable=True)
+        assert (beside.rules is search.space.rules) == is_kept
+        assert beside.replicas == alone.replicas and beside.trainers == alone.trainers
+        assert beside.modes == alone.modes and (beside.prices == alone.prices).all()
 
 
 def test_the_unit_of_a_pool_comes_before_that_of_the_plan() -> None:

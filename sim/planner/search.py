@@ -168,7 +168,8 @@ class Search(Scores):
         Both have the same prompts. See `open` for the arguments and errors.
         """
         run, batches = replace(self.space.run, plan=plan), self.estimates.trained_on
-        space = Space.open(run, batches, tight=tight, runnable=runnable)
+        rules = self.space.rules
+        space = Space.open(run, batches, tight=tight, runnable=runnable, rules=rules)
         estimates = Estimates(space, counted_batches(self.base))
         estimates.take_learned(self.estimates)
         other = Search(space=space, estimates=estimates, base=self.base, deadline=self.deadline)

@@ -436,6 +436,7 @@ class Space:
         tight: bool = False,
         kept: Degrees | None = None,
         runnable: bool | None = None,
+        rules: TargetRules | None = None,
     ) -> Space:
         """Find the plans that a run's offer and its section `[plan]` allow.
 
@@ -448,6 +449,7 @@ class Space:
             kept: a trainer whose layout is kept even if others on the same GPUs are faster.
             runnable: leave out plans that no target can run. By default, they are left out if any
                 target can run a plan, or if the run file names a target.
+            rules: what targets can run, as another search of the same run file found it. It only saves time.
 
         Raises:
             ValueError: no plan fits. The error lists the constraints that rule plans out.
@@ -459,8 +461,6 @@ class Space:
                 if run.plan.target is not None:
                     raise
             return cls.open(run, batches, tight=tight, kept=kept, runnable=False)
-        targets = targets_of(run.plan.target, run.framework.name) if runnable else []
-        rules = TargetRules([OneTarget(run, each) for each in targets]) if targets else None
         check_profiles(run)
         check_precision(resolve(run))
         check_attention_ranks(run.plan, load_model(run.model))
@@ -471,7 +471,11 @@ class Space:
             )
         cut: Counter[str] = Counter()
         replica, pools = resolve(run).replica, run.cluster.pools
-        modes = find_modes(run) if rules is None else rules.keep_modes(find_modes(run), cut)
+        modes = find_modes(run)
+        targets = targets_of(run.plan.target, run.framework.name) if runnable else []
+        if rules is None or not rules.rests_on(targets, modes):
+            rules = TargetRules([OneTarget(run, each) for each in targets]) if targets else None
+        modes = modes if rules is None else rules.keep_modes(modes, cut)
         replicas = find_replicas(replica, pools, run.plan, cut, rules)
         trainers = find_trainers(run, cut, tight=tight, rules=rules)
         if batches:

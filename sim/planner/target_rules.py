@@ -57,6 +57,12 @@ class TargetRules:
         self._name = self.targets[0] if len(each) == 1 else "any target"
         self._refused: dict[Degrees, str] = {}
         """Answers about trainers, whatever their micro-batch and recomputation."""
+        self._judged: Sequence[Mode] = ()
+        """The modes that it was last asked about. Answers about sides rest on them."""
+
+    def rests_on(self, targets: Sequence[TargetName], modes: Sequence[Mode]) -> bool:
+        """Return whether its answers are those for these targets and modes, so that another search can use them."""
+        return self.targets == tuple(targets) and self._judged == modes
 
     def keep_modes(self, modes: Sequence[Mode], cut: Counter[str]) -> list[Mode]:
         """Return the modes that a target can run.
@@ -64,7 +70,7 @@ class TargetRules:
         Raises:
             RunError: none can run any of them. The error is the first target's rule that the first mode breaks.
         """
-        errors = [each.judge_modes(modes) for each in self._each]
+        errors, self._judged = [each.judge_modes(modes) for each in self._each], modes
         kept = [mode for mode in modes if any(mode in each.modes for each in self._each)]
         for mode in modes:
             if mode not in kept:
