@@ -133,6 +133,8 @@ class BufferedRollout:
     """Reward that the environment gave for each turn."""
     action_times: list[float] = field(default_factory=list)
     """Seconds until the environment answered each turn."""
+    num_late: int = 0
+    """Actions that reached their time limit."""
     start_time: float | None = None
     """Seconds of the start of its environment; the last start counts."""
     text: str | None = None
@@ -430,6 +432,7 @@ class RolloutBuffer:
         buffered.versions.clear()
         buffered.turn_rewards.clear()
         buffered.action_times.clear()
+        buffered.num_late = 0
         buffered.num_tokens, buffered.output, buffered.segments = 0, (), ()
         buffered.is_truncated = False
 

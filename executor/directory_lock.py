@@ -1,6 +1,6 @@
 """Lock a directory for one process, own a temporary one, and say who may read its files.
 
-The kernel releases the lock when the process ends.
+The kernel releases the lock when the process ends. Processes that inherit the mark of a temporary directory end with it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +24,12 @@ OWNER, PREFIX = ".streamrl-owner", "streamrl-"
 """The lock of a temporary directory, and the start of its name. Run directories have another lock, so none is removed,
 whatever it is called.
 """
+MARK = "STREAMRL_OWNED_DIRECTORY"
+"""Environment variable with the path of a temporary directory, for processes that must end with it."""
+END_TIME = 2.0
+"""Seconds in which marked processes that start others meanwhile are killed."""
+LOOK_TIME = 0.01
+"""Seconds between two looks for them."""
 HIDDEN: Mapping[str, int] = MappingProxyType({"owner": 0o077, "group": 0o027, "everyone": 0o022})
 """By `execute.readers`: the permissions that new files lack (the umask)."""
 
@@ -115,6 +123,11 @@ class OwnedDirectory:
         self._lock.take()
         self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
 
+    @property
+    def mark(self) -> dict[str, str]:
+        """Return the environment variable of processes that must end with the directory, wherever they are."""
+        return {MARK: str(self.path)}
+
     def __enter__(self) -> Path:
         return self.path
 
@@ -122,19 +135,46 @@ class OwnedDirectory:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the directory with its content; repeated calls do nothing."""
+        """Kill the marked processes, and remove the directory with its content; repeated calls do nothing."""
+        kill_marked(str(self.path))
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove temporary directories of this user whose owners have died."""
+    """Remove temporary directories of this user whose owners have died, and kill the processes with their marks."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # its owner may remove it meanwhile
             status = path.lstat()  # anyone may make a link of that name
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             if is_own and is_abandoned(path, OWNER):
+                if os.environ.get(MARK) != str(path):
+                    kill_marked(str(path))
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def kill_marked(directory: str) -> None:
+    """Kill all processes with the mark of a directory except this one, until none is left or `END_TIME` is over.
+
+    They are found in /proc by their environment, whatever session or parent they have. A process that was started
+    with other variables is not found.
+    """
+    mark, until = f"{MARK}={directory}".encode(), time.monotonic() + END_TIME
+    while (found := _marked(mark)) and time.monotonic() < until:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_TIME)
+
+
+def _marked(mark: bytes) -> list[int]:
+    """Return the processes whose environment has a variable, except this one; a dead process has none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or it has ended
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def is_abandoned(directory: Path, name: str = LOCK) -> bool:

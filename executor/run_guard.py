@@ -251,6 +251,11 @@ def causes(line: Mapping[str, Any]) -> str:
         return f"{shown[0]}, and all completions are cut off; raise rollout.max_tokens, or check that the prompts have the chat template"
     if line.get("unscored"):
         return f"{shown[0]}, and {line['unscored']:,} completions have no score; see the scorer's warning above"
+    if line.get("late_actions"):
+        return (
+            f"{shown[0]}, and {line['late_actions']:,} actions reached environment.action_time_limit; "
+            "see the warnings above, and raise it if tools are slow"
+        )
     if line.get("uniform_groups") != 1.0:
         return f"{shown[0]}; check algorithm.learning_rate and the clipping"
     if line.get("reward", 0.0) >= 1.0:

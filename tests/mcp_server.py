@@ -1,9 +1,15 @@
-"""An MCP server for tests: it adds and divides; with an argument it serves HTTP and prints its port."""
+"""An MCP server for tests: it adds and divides.
+
+With the argument "http" it serves HTTP and prints its port. With "hang" it answers no call. With "fork" each call starts a
+process in a session of its own, and returns its id.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -12,6 +18,7 @@ NUMBERS = {
     "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
     "required": ["a", "b"],
 }
+MODE = sys.argv[1:]
 TOOLS = [
     {"name": "add", "description": "Add two numbers.", "inputSchema": NUMBERS},
     {"name": "divide", "description": "Divide two numbers.", "inputSchema": NUMBERS},
@@ -36,6 +43,11 @@ def answer(message: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def called(name: str, a: float, b: float) -> dict[str, Any]:
+    if MODE == ["hang"]:
+        time.sleep(600)
+    if MODE == ["fork"]:
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        return {"content": [{"type": "text", "text": str(child.pid)}]}
     if name == "divide" and not b:
         return {"content": [{"type": "text", "text": "division by zero"}], "isError": True}
     return {"content": [{"type": "text", "text": str(a + b if name == "add" else a / b)}]}
@@ -62,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if MODE == ["http"]:
         server = HTTPServer(("127.0.0.1", 0), Handler)
         print(server.server_port, flush=True)
         server.serve_forever()

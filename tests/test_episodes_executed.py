@@ -9,7 +9,10 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +36,9 @@ from streamrl.engine.state import State
 from streamrl.engine.trace import Trace, read_trace, replay
 from streamrl.executor.buffer import BufferedRollout
 from streamrl.executor.checkup import readiness
+from streamrl.executor.directory_lock import remove_abandoned
 from streamrl.executor.environment.session import (
+    Answer,
     EnvironmentFaultError,
     EnvironmentHost,
     Session,
@@ -44,7 +49,7 @@ from streamrl.executor.trainer.step_record import step_samples
 from streamrl.executor.world import RealWorld
 from streamrl.record.evaluation import EVALUATED, read_evaluations
 from streamrl.record.recorded_inputs import recorded_inputs
-from streamrl.record.run_directory import read_rollouts
+from streamrl.record.run_directory import read_metrics, read_rollouts
 from streamrl.record.samples import SampledGroup
 from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.config import Run
@@ -216,6 +221,127 @@ def test_commands_to_a_stopped_host_are_never_waited_for_and_it_is_replaced() ->
         host.close()
 
     asyncio.run(asyncio.wait_for(go(), timeout=60))
+
+
+def sleeping(pids: list[int]) -> list[int]:
+    """Return the processes that have not ended."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and _status(pid) != psutil.STATUS_ZOMBIE]
+
+
+def _status(pid: int) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return str(psutil.Process(pid).status())
+    return psutil.STATUS_ZOMBIE
+
+
+STARTING = EnvironmentConfig(max_turns=4, max_context=100, implementation=f"{GAME}Starting")
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "host killed"])
+@pytest.mark.parametrize("sandbox", [True, False])
+def test_what_an_environment_starts_in_another_session_ends_with_its_host(
+    sandbox: bool, is_killed: bool
+) -> None:
+    host = EnvironmentHost(replace(STARTING, sandbox=sandbox))
+
+    async def started() -> list[int]:
+        session = Session(host)
+        shown = await session.reset({"prompt": "p", "starts": not sandbox})
+        assert isinstance(shown, str)
+        pids = [*map(int, shown.split())]
+        assert len(pids) == 2 - sandbox and sleeping(pids) == pids
+        if is_killed:
+            assert host.pid is not None
+            os.kill(host.pid, signal.SIGKILL)
+        host.close()
+        return pids
+
+    assert not sleeping(asyncio.run(asyncio.wait_for(started(), timeout=60)))
+
+
+OWNER = """
+import asyncio, sys
+from msgspec.structs import replace
+from streamrl.executor.environment.session import EnvironmentHost, Session
+from tests.test_episodes_executed import STARTING
+
+async def start():
+    host = EnvironmentHost(replace(STARTING, sandbox=False))
+    print(host.pid, await Session(host).reset({"prompt": "p", "starts": True}), host.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(start())
+"""
+
+
+@pytest.mark.parametrize("whom", ["driver", "driver and host"])
+def test_what_an_environment_starts_ends_with_a_killed_driver(tmp_path: Path, whom: str) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
+        assert driver.stdout is not None
+        _, *pids, host = driver.stdout.readline().split()
+        left = [*map(int, pids)]
+        assert len(left) == 2 and sleeping(left) == left
+        if whom != "driver":
+            driver.send_signal(signal.SIGSTOP)
+            os.kill(int(host), signal.SIGKILL)
+        driver.kill()
+    if whom != "driver":
+        remove_abandoned(tmp_path)  # as the next run on this machine does
+    until = time.monotonic() + 20.0
+    while sleeping(left):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+MCP = f"mcp:{sys.executable} {Path(__file__).parent / 'mcp_server.py'}"
+ADDITION = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+
+
+def tool_host(mode: str) -> EnvironmentHost:
+    """Return the host of an environment whose tools are those of an MCP server."""
+    tools = {"implementation": "tools", "tools": (f"{MCP} {mode}",), "tool_format": "llama"}
+    return EnvironmentHost(EnvironmentConfig(max_turns=4, max_context=100, sandbox=False, **tools))
+
+
+def test_what_an_mcp_server_starts_in_another_session_ends_with_the_host() -> None:
+    host = tool_host("fork")
+
+    async def called() -> int:
+        session = Session(host)
+        await session.reset({"prompt": "p"})
+        (message,) = (await session.step(ADDITION, None)).observation or ()
+        host.close()
+        return int(message["content"])
+
+    assert not sleeping([asyncio.run(asyncio.wait_for(called(), timeout=60))])
+
+
+def test_an_mcp_server_that_does_not_answer_is_named() -> None:
+    host = tool_host("hang")
+
+    async def called() -> Answer:
+        session = Session(host)
+        await session.reset({"prompt": "p"})
+        answer = await session.step(ADDITION, 0.2)
+        host.close()
+        return answer
+
+    answer = asyncio.run(asyncio.wait_for(called(), timeout=60))
+    assert answer.timed_out and answer.server == f"{MCP} hang".removeprefix("mcp:")
+
+
+def test_an_action_that_waits_for_a_server_until_its_limit_is_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = {"algorithm__steps": 1, "env__action_time_limit": "50 ms", "env__max_turns": 2}
+    executed(episode_run(tmp_path, env__implementation=f"{GAME}Late", **short))
+    (first, *others) = [each for each in caplog.messages if "MCP server" in each]
+    assert first.startswith("the MCP server 'python server.py' did not answer 1 of ")
+    assert "environment.action_time_limit" in first and others
+    (line,) = read_metrics(tmp_path / "run")
+    assert line["late_actions"] == len(read_rollouts(tmp_path / "run"))
 
 
 def test_a_killed_driver_resumes_in_mid_episode(tmp_path: Path) -> None:

@@ -152,6 +152,10 @@ def test_what_helps_against_waiting_for_rewards(changes: dict[str, Any], way_out
     [
         ({"reward": 0.0, "uniform_groups": 1.0, "cut_off": 1.0}, "raise rollout.max_tokens"),
         ({"reward": 0.0, "uniform_groups": 1.0, "unscored": 8}, "8 completions have no score"),
+        (
+            {"reward": 0.0, "uniform_groups": 1.0, "late_actions": 9},
+            "9 actions reached environment.",
+        ),
         ({"reward": 0.0, "uniform_groups": 1.0}, "too hard, or the scorer refuses"),
         ({"reward": 1.0, "uniform_groups": 1.0}, "too easy"),
         ({"reward": 0.5, "uniform_groups": 0.5, "grad_norm": 0.0}, "algorithm.learning_rate"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,40 @@ class Slow(Summing):
     def reset(self, task: dict[str, Any]) -> str | None:
         time.sleep(60)
         return None
+
+
+class Late(Summing):
+    """Waits for a server in its second turn, which never answers."""
+
+    waits_for = ""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if self._sums:
+            self.waits_for = "python server.py"
+            time.sleep(60)
+        return super().step(action)
+
+
+class Starting(Summing):
+    """Shows the ids of two processes in sessions of their own: one of `prepare`, and its own outside of the sandbox."""
+
+    prepared = 0
+
+    @classmethod
+    def prepare(cls) -> None:
+        cls.prepared = _sleeper()
+
+    def reset(self, task: dict[str, Any]) -> str:
+        own = [_sleeper()] if task["starts"] else []
+        return " ".join(map(str, (self.prepared, *own)))
+
+
+def _sleeper() -> int:
+    """Return the id of a process that its parent does not know any more."""
+    started = subprocess.run(
+        ["sh", "-c", "setsid sleep 600 >&- 2>&- & echo $!"], capture_output=True, text=True
+    )
+    return int(started.stdout)
 
 
 class Odd:

@@ -6,7 +6,9 @@ texts are decoded from the sampled tokens. Rewards of repeated actions replace t
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from math import fsum
 
 from streamrl.engine.messages import Act, Close, Observed
@@ -22,6 +24,9 @@ from streamrl.executor.environment.session import (
 from streamrl.executor.roles import Scoring, VerifierRole
 from streamrl.runfile.choices import ExtensionError
 from streamrl.runfile.environment_config import EnvironmentConfig
+from streamrl.runfile.formatting import format_duration
+
+logger = logging.getLogger(__name__)
 
 FEW_STARTS = 8
 """Starts that fail before the first one succeeds, after which the run ends. Assumption: a class that fails so often with
@@ -48,6 +53,9 @@ class EpisodeRunner:
         """By rollout that is judged: whether its environment is closed afterwards."""
         self._num_failed: int | None = 0
         """Starts that have failed; None after the first one that succeeded."""
+        self._num_actions = 0
+        self._num_late: Counter[str] = Counter()
+        """Actions that reached their limit, by the MCP server that they waited for; "" without one."""
 
     async def act(self, command: Act) -> Observed:
         """Let the environment of a rollout answer a turn, or start it, or both.
@@ -88,6 +96,7 @@ class EpisodeRunner:
         task = self._buffer.workload.records[buffered.line]
         buffered.turn_rewards.clear()
         buffered.action_times.clear()
+        buffered.num_late = 0
         began_at = time.monotonic()
         try:
             observation = await session.reset(task)
@@ -129,7 +138,25 @@ class EpisodeRunner:
             answer = await session.step(texts[session.num_steps], seconds)
             buffered.action_times.append(time.monotonic() - began_at)
             buffered.turn_rewards.append(answer.reward)
+            buffered.num_late += answer.timed_out
+            self._note_time(answer, seconds)
         return answer
+
+    def _note_time(self, answer: Answer, limit: float | None) -> None:
+        """Count an action, and log the first, second, fourth, eighth, ... one that reached its limit."""
+        self._num_actions += 1
+        if not answer.timed_out:
+            return
+        self._num_late[answer.server] += 1
+        num = self._num_late[answer.server]
+        if num & (num - 1) == 0:
+            name = f"environment.implementation {str(self._config.implementation)!r}"
+            whose = f"the MCP server {answer.server!r}" if answer.server else name
+            limit_text = "its time" if limit is None else format_duration(limit)
+            logger.warning(
+                f"{whose} did not answer {num:,} of {self._num_actions:,} actions within {limit_text} "
+                "(environment.action_time_limit); the policy reads that they timed out"
+            )
 
     def _append(self, rollout: int, buffered: BufferedRollout, observation: Observation) -> int:
         """Append an observation, and return its tokens; one that fills the context ends the episode unread."""

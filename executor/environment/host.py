@@ -11,8 +11,11 @@ controller and worker. So the host never reads what an environment or a policy w
 | `{"do": "step", "action": "...", "limit": s}`  | `{"observation": ..., "reward": r, "done": b}`             |
 
 Each request also has a random `"id"`, which its answer repeats. So a line that a tool's code prints to the socket is
-never taken for an answer. Code that an environment executes in its process can find the id, and so change its own reward. An answer has `"fault"` if the environment raised an error, and `"timed_out"` if the action was stopped at its limit.
-A worker that reads the end of its socket closes its environment and ends.
+never taken for an answer. Code that an environment executes in its process can find the id, and so change its own
+reward. An answer has `"fault"` if the environment raised an error, and `"timed_out"` if the action was stopped at its
+limit, with the MCP server that it waited for (`"server"`).
+A worker that reads the end of its socket closes its environment and ends. What it has started ends with the host, which
+kills the processes with its mark (`directory_lock.MARK`).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
+from streamrl.executor.directory_lock import MARK, kill_marked
 from streamrl.executor.environment.registry import find_class
 from streamrl.executor.libc import die_with_parent
 from streamrl.executor.verifier.fork_server import (
@@ -87,7 +91,7 @@ def main(options: Options) -> None:
     for gap in find_gaps() if options["is_sandboxed"] else ():
         print(f"the environment's sandbox is incomplete: {gap}", file=sys.stderr)
     connection = socket.socket(fileno=options["connection"])
-    before = readable_roots()
+    before, mark = readable_roots(), os.environ[MARK]
     try:
         kind = find_class(options["implementation"])
         if hasattr(kind, "prepare"):
@@ -108,6 +112,7 @@ def main(options: Options) -> None:
     collapse()
     _say(connection, {"fault": None, "tools": tools})
     Host(connection, lambda: kind(**options["arguments"]), sandbox).serve()
+    kill_marked(mark)
 
 
 def _described(kind: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -239,8 +244,8 @@ def _answer(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
         with _limited(limit):
             answer = environment.step(request["action"])
     except ActionTimeoutError:
-        text = TIMED_OUT.format(limit)
-        return {"observation": text, "reward": 0.0, "done": False, "timed_out": True}
+        late = {"timed_out": True, "server": str(getattr(environment, "waits_for", ""))}
+        return {"observation": TIMED_OUT.format(limit), "reward": 0.0, "done": False, **late}
     except MemoryError:
         return {"observation": NO_MEMORY, "reward": 0.0, "done": False}
     if not isinstance(answer, (tuple, list)) or len(answer) != 3:

@@ -15,6 +15,7 @@ import json
 import urllib.request
 from http.cookiejar import CookieJar
 from typing import Any
+from urllib.error import HTTPError
 
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.environment.tools import shown
@@ -150,7 +151,7 @@ class NemoGym:
         )
         try:
             content = shown(self._client.post(f"/{call.name}", call.arguments))
-        except OSError as error:  # the model reads it and may correct its call
+        except HTTPError as error:  # the model reads it and may correct its call
             content = f"Error: {error}"
         answered = {"type": "function_call_output", "call_id": called["call_id"]}
         self._output.append({**answered, "output": content})

@@ -78,6 +78,8 @@ class Answer(msgspec.Struct, frozen=True):
     reward: Annotated[float, msgspec.Meta(ge=-MOST_REWARD, le=MOST_REWARD)] = 0.0
     done: bool = False
     timed_out: bool = False
+    server: str = ""
+    """The MCP server that had not answered when the action timed out, if it waited for one."""
     fault: str | None = None
 
 
@@ -222,7 +224,7 @@ class HostProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=ENVIRONMENT if config.sandbox else {**os.environ, **ENVIRONMENT},
+                env={**({} if config.sandbox else os.environ), **ENVIRONMENT, **directory.mark},
                 cwd=directory.path,
                 start_new_session=True,
             )

@@ -39,6 +39,8 @@ class Tool(NamedTuple):
     schema: Schema
     """In OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     call: Callable[[dict[str, Any]], str]
+    server: str = ""
+    """The MCP server that it belongs to."""
 
     @property
     def name(self) -> str:
@@ -63,6 +65,8 @@ class ToolEnvironment:
         """
         self._format = tool_format
         self._connections: list[Any] = []
+        self.waits_for = ""
+        """The MCP server of the newest call."""
         found = [tool for name in functions for tool in self._find(name)]
         self._tools = {tool.name: tool for tool in found}
 
@@ -72,11 +76,12 @@ class ToolEnvironment:
             yield _tool_of(name)
             return
         if name.startswith(MCP):
-            connection = connect(name.removeprefix(MCP))
+            server = name.removeprefix(MCP)
+            connection = connect(server)
             self._connections.append(connection)
             for schema in connection.schemas():
                 own = schema["function"]["name"]
-                yield Tool(schema, partial(_call_server, connection, own))
+                yield Tool(schema, partial(_call_server, connection, own), server)
             return
         yield _tool_of(imported(name))
 
@@ -102,8 +107,10 @@ class ToolEnvironment:
         return [self._result(each) for each in calls], 0.0, False
 
     def _result(self, call: ToolCall) -> dict[str, Any]:
+        tool = self._tools[call.name]
+        self.waits_for = tool.server
         try:
-            content = self._tools[call.name].call(call.arguments)
+            content = tool.call(call.arguments)
         except McpServerError:  # the episode is lost, as with its own process
             raise
         except Exception as error:  # the model reads it and may correct its call

@@ -39,10 +39,12 @@ def step_figures(
     | staleness_max   | the largest staleness                                                      |
     | verify_time     | mean seconds from the end of a rollout to its reward                       |
     | unscored        | number of rollouts that could not be scored and got the worst score        |
+    | late_actions    | number of actions that reached `environment.action_time_limit`; absent if 0 |
     """
     rewards = [buffered.reward for buffered in trained]
     lengths = [buffered.num_tokens for buffered in trained]
     mean = math.fsum(rewards) / len(rewards)
+    num_late = sum(buffered.num_late for buffered in trained)
     groups = [
         {buffered.reward for buffered in group}
         for _, group in groupby(trained, key=attrgetter("group"))
@@ -60,6 +62,7 @@ def step_figures(
         "staleness_max": max(staleness),
         "verify_time": math.fsum(buffered.verify_time for buffered in trained) / len(trained),
         "unscored": sum(buffered.fault is not None for buffered in trained),
+        **({"late_actions": num_late} if num_late else {}),
     }
 
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 import msgspec
 
+from streamrl.executor.directory_lock import MARK, kill_marked
 from streamrl.executor.libc import die_with_parent, madvise
 from streamrl.executor.verifier import remote_program
 from streamrl.executor.verifier.sandbox import Sandbox, SandboxLimits, find_gaps
@@ -198,6 +199,7 @@ def main(options: Options) -> None:
     os.umask(0o077)
     for gap in find_gaps() if options["is_sandboxed"] else ():
         print(f"the scorer's sandbox is incomplete: {gap}", file=sys.stderr)
+    mark = os.environ[MARK]
     rewards = msgspec.convert(
         options["rewards"], tuple[RewardConfig, ...], dec_hook=lambda kind, value: kind(value)
     )
@@ -219,6 +221,7 @@ def main(options: Options) -> None:
     runs_programs = any(scorer.runs_programs for scorer in scorers)
     nursery = Nursery.fork(connection, sandbox) if runs_programs else None
     ForkServer(connection, scorers, graders, limits, sandbox, nursery).serve()
+    kill_marked(mark)
     shutil.rmtree(Path.cwd(), ignore_errors=True)  # the controller made it for this process
 
 

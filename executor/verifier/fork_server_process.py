@@ -80,7 +80,7 @@ class ForkServerProcess:
     ) -> ForkServerProcess:
         """Start the process in an empty directory; its output goes to `log`.
 
-        Without the sandbox it has the environment of this process.
+        Without the sandbox it has the environment of this process. What it has started ends with it.
         """
         directory = OwnedDirectory("verifier")
         ours, theirs = socket.socketpair()
@@ -100,7 +100,7 @@ class ForkServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=ENVIRONMENT if is_sandboxed else {**os.environ, **ENVIRONMENT},
+                env={**({} if is_sandboxed else os.environ), **ENVIRONMENT, **directory.mark},
                 cwd=directory.path,
                 start_new_session=True,  # only the controller handles Ctrl-C
             )
