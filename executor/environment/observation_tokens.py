@@ -31,6 +31,10 @@ CALL = {"type": "function", "id": "call00000", "function": {"name": "a", "argume
 """A tool call, because templates refuse the answer of a tool that was not called. Mistral wants nine letters as id."""
 
 
+ROLES = ("user", "tool", "system", "developer", "function", "ipython", "observation")
+"""Roles of messages that an environment writes: OpenAI's, `ipython` of Llama 3 and `observation` of GLM-4. The policy alone
+writes as the assistant.
+"""
 CHARACTERS_OF_TOKEN = 16
 """Characters of an observation that are kept for each token of the context. Assumption: a token of text has fewer."""
 LEAST_CHARACTERS = 20_000
@@ -154,9 +158,12 @@ def _messages(observation: str | Messages | None) -> Messages:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     for message in observation:
-        if not isinstance(message.get("role"), str):
+        role = message.get("role")
+        if role not in ROLES:
+            what = "no role" if role is None else f"the role {str(role)[:40]!r}"
             raise ValueError(
-                f"a message of the environment's observation has no role: {str(message)[:40]}; write user or tool"
+                f"a message of the environment's observation has {what}: {str(message)[:40]}; write one of "
+                f"{', '.join(ROLES)}, because turns of the assistant are the policy's"
             )
     return observation
 
