@@ -342,3 +342,21 @@ def test_a_server_whose_parent_has_died_before_it_began_imports_nothing() -> Non
             [*words, "no_such_module", "padding"], pass_fds=[theirs.fileno()], check=False
         )
     assert done.returncode == 0
+
+
+KERNELS = """
+import subprocess, sys, tempfile
+from pathlib import Path
+from streamrl.executor.launchers.processes import whole_environment
+subprocess.run([sys.executable, "-c", "import torch._dynamo"], env=whole_environment({}), check=True)
+print(sorted(path.name.partition("-")[0] for path in Path(tempfile.gettempdir()).iterdir()))
+"""
+
+
+def test_torch_leaves_no_directory_for_kernels(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    command = [sys.executable, "-c", KERNELS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "['streamrl']\n", done.stderr
+    assert not [*tmp_path.iterdir()]

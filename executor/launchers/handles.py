@@ -273,7 +273,7 @@ class LocalProcess(Handle):
         ours, theirs = socket.socketpair()
         try:
             with log.open("ab") as output, theirs:
-                whole = {**os.environ, **environment}
+                whole = processes.whole_environment(environment)
                 process = await begin(role_path, theirs, output, whole, patience)
         except BaseException as error:
             ours.close()  # a worker that is forked later finds its connection closed

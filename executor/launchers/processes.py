@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import select
 import signal
@@ -13,12 +14,13 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from io import FileIO
 from math import inf
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from streamrl.executor.directory_lock import OwnedDirectory
 from streamrl.executor.launchers import prefork_server as prefork_server
 from streamrl.executor.launchers import worker
 from streamrl.runfile.backend_choice import ENGINES, engine_named
@@ -90,7 +92,24 @@ def begin_imports(environment: Environment, device: str, backend: object = None)
     if _is_forked(device):
         modules = (*COMMON, *_imports_of(backend))
         with Path(os.devnull).open("wb") as log:
-            _prefork_server_for({**os.environ, **environment}, modules, log)
+            _prefork_server_for(whole_environment(environment), modules, log)
+
+
+def whole_environment(own: Environment) -> Environment:
+    """Return the environment of a worker: that of this process, a directory for compiled kernels, and its own variables.
+
+    torch makes such a directory when it is imported. Otherwise it would leave one in `TMPDIR`.
+    """
+    kernels = _kernel_directory()
+    return {"TORCHINDUCTOR_CACHE_DIR": str(kernels.path), **os.environ, **kernels.mark, **own}
+
+
+@cache
+def _kernel_directory() -> OwnedDirectory:
+    """Return a directory that is removed when this process ends. Workers that still run end with it."""
+    made = OwnedDirectory("kernels")
+    atexit.register(made.remove)
+    return made
 
 
 def _is_forked(device: str) -> bool:
