@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -24,6 +25,8 @@ from typing import TypeVar
 KILLED = (
     "a worker process was killed; if memory ran out, use fewer cores (taskset) or a smaller run"
 )
+SEMAPHORES = "/dev/shm"
+"""Where Linux has the semaphores of a pool of processes."""
 LONGEST_WAIT = 1e6
 """Longest wait in seconds, because an unlimited wait cannot be interrupted."""
 
@@ -66,10 +69,13 @@ def _own_processes(begin: Callable[[], object] | None) -> Iterator[Executor]:
     Raises:
         RuntimeError: a process was killed, for example because memory ran out.
     """
-    others, pool = (
-        active_children(),
-        ProcessPoolExecutor(initializer=_begin_worker, initargs=(begin,)),
-    )
+    others = active_children()
+    try:
+        pool = ProcessPoolExecutor(initializer=_begin_worker, initargs=(begin,))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(error.errno, error.strerror, SEMAPHORES) from None
     try:
         yield pool
     except BaseException as error:  # also Ctrl-C: running jobs may take a minute

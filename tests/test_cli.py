@@ -337,7 +337,7 @@ def test_a_closed_standard_output_is_one_line() -> None:
     shell = ["sh", "-c", 'exec "$0" -c "$1" explain >&-']
     words = (sys.executable, "from streamrl.cli import main; main()")
     done = subprocess.run([*shell, *words], stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "standard output is closed" in done.stderr
 
 
@@ -358,12 +358,13 @@ sys.meta_path.insert(0, CtrlC())
 from streamrl.cli import main
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "streamrl: Ctrl-C\n")
 
 
 @pytest.mark.parametrize(
     ("number", "said"),
     [
+        (signal.SIGINT, "Ctrl-C"),
         (signal.SIGTERM, "terminated"),
         (signal.SIGHUP, "the terminal was closed"),
         (signal.SIGQUIT, "Ctrl-\\"),
@@ -382,6 +383,7 @@ def test_a_signal_ends_a_command_as_ctrl_c_does(
             signal.raise_signal(number)
             await asyncio.sleep(60)
 
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended, end_by_signals():
         if is_in_loop:
             asyncio.run(work())
@@ -389,7 +391,20 @@ def test_a_signal_ends_a_command_as_ctrl_c_does(
             signal.raise_signal(number)
     assert ended.value.code == 128 + number and not [*tmp_path.iterdir()]
     assert capsys.readouterr().err == f"streamrl: {said}\n"
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(number) == before
+
+
+def test_a_library_for_which_the_limit_of_memory_leaves_no_room_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(place: str) -> None:
+        raise ImportError("libblas.so: failed to map segment from shared object")
+
+    monkeypatch.setattr("streamrl.cli.lazy_commands.resolve_name", find)
+    done = streamrl("explain")
+    assert done.returncode == 2 and done.stderr == (
+        "streamrl: libblas.so: failed to map segment from shared object; raise the limit of memory (ulimit -v)\n"
+    )
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

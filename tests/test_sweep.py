@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from streamrl.cli.simulate_sweep import _say_interrupted, make_study, run_study
+from streamrl.cli.simulate_sweep import _interruption, make_study, run_study
 from streamrl.record.metrics import RATIOS, measure
 from streamrl.report.pictures.study_chart import study_picture
 from streamrl.report.study_file import Study, is_study, load_study
@@ -547,10 +548,7 @@ def test_a_figure_out_of_range_is_no_finished_simulation(
 
 @pytest.mark.parametrize("has_output", [True, False])
 def test_an_interrupted_study_says_what_has_finished_and_how_to_go_on(
-    has_output: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    has_output: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(grid: Grid, seeds: int, **options: Any) -> None:
         options["watch"]("checking", 2, 2)
@@ -563,16 +561,31 @@ def test_an_interrupted_study_says_what_has_finished_and_how_to_go_on(
     monkeypatch.setattr("streamrl.cli.simulate_sweep.run_sweep", interrupted)
     study = make_study(RUN, ["rollout.replicas=8,16"], (), None, ())
     output = tmp_path / "out" if has_output else None
-    with pytest.raises(KeyboardInterrupt):
-        run_study(study, output, None, skips=False, as_json=False, intervals=False)
     then = "kept in" if has_output else "with --output DIR, an interrupted study keeps"
-    said = capsys.readouterr().err
-    assert re.search(rf"interrupted: 3 of 8 simulations were finished; .*{then}", said)
+    with pytest.raises(KeyboardInterrupt, match=f"^3 of 8 simulations were finished; .*{then}"):
+        run_study(study, output, None, skips=False, as_json=False, intervals=False)
 
 
-def test_an_interrupted_study_without_results_says_that_nothing_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_study_without_results_says_that_nothing_is_kept(tmp_path: Path) -> None:
+    said = _interruption(0, 10, tmp_path / "made" / "finished.jsonl")
+    assert said == "0 of 10 simulations were finished; nothing is kept"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_a_signal_ends_says_one_line_with_what_is_kept(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _say_interrupted(0, 10, tmp_path / "made" / "finished.jsonl")
-    said = " ".join(capsys.readouterr().err.split())
-    assert "0 of 10 simulations were finished; nothing is kept" in said
+    def interrupted(grid: Grid, seeds: int, **options: Any) -> None:
+        options["watch"](SIMULATING, 3, 4)
+        (tmp_path / "out" / FINISHED).touch()
+        signal.raise_signal(number)
+
+    monkeypatch.setattr("streamrl.cli.simulate_sweep.run_sweep", interrupted)
+    words = ("simulate", RUN, *QUICK, "--sweep", "rollout.replicas=8,16")
+    done = streamrl(*words, "-o", tmp_path / "out")
+    what = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "terminated"}[number]
+    assert done.returncode == 128 + number and done.stdout == ""
+    assert done.stderr == (
+        f"streamrl: {what}: 3 of 4 simulations were finished; they are kept in {tmp_path / 'out' / FINISHED}, "
+        "and the same command continues after them\n"
+    )

@@ -19,7 +19,7 @@ from streamrl.executor.checksums import file_checksum
 from streamrl.executor.roles import Bucket, Manifest
 from streamrl.executor.transfer.bucket_check import run_concurrently
 from streamrl.executor.transfer.shared_directory import version_directory
-from streamrl.runfile.errors import disk_remedy
+from streamrl.runfile.errors import system_remedy
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors with their names."""
@@ -194,7 +194,7 @@ def blaming_disk(path: Path) -> Iterator[None]:
             raise
         file, reason = refused
         own = path / file.relative_to(partial_of(path))
-        text = f"{reason.strerror}{disk_remedy(reason)}"
+        text = f"{reason.strerror}{system_remedy(reason)}"
         raise OSError(reason.errno, text, str(own)) from error
 
 

@@ -20,9 +20,12 @@ Rules:
 - Help texts are checked: the first line has at most 12 words.
 """
 
+import sys
+
 try:
     from streamrl.cli.main import main
 except KeyboardInterrupt:  # Ctrl-C while the command line is imported
+    print("streamrl: Ctrl-C", file=sys.stderr)
     raise SystemExit(130) from None
 
 __all__ = ["main"]

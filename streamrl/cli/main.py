@@ -27,13 +27,14 @@ STDERR = 2
 WRONG_INPUT = 2
 FAILED = 1
 ENDS = {
+    signal.SIGINT: "Ctrl-C",
     signal.SIGTERM: "terminated",
     signal.SIGHUP: "the terminal was closed",
     signal.SIGQUIT: "Ctrl-\\",
 }
 """Signals that end a command, with what is printed. No core is dumped: it would hold prompts and keys."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in a shell."""
+NO_ROOM_FOR_LIBRARY = ("failed to map segment", "annot allocate memory")
+"""Texts of the dynamic linker, if the limit of memory leaves no room for a library."""
 MOST_LINE_CHARS = 1000
 """Maximum characters of a line that quotes a file."""
 MOST_NAME_CHARS = 80
@@ -202,11 +203,17 @@ def _options(
 
 def main() -> None:
     """Run a command; print one line for each error of its input, or why it failed."""
+    _fill_streams()
     if sys.stderr is None or _is_read_only(STDERR):  # print would write to standard output instead
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (open until this process ends)
     if sys.stdout is None:
         _say("standard output is closed; redirect it, such as with > /dev/null")
-        sys.exit(FAILED)
+        sys.exit(WRONG_INPUT)
+    try:
+        Path.cwd()
+    except OSError as error:
+        _say(f"the working directory cannot be used: {error.strerror}; change to another one")
+        sys.exit(WRONG_INPUT)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(
@@ -228,20 +235,25 @@ def main() -> None:
     except RecursionError:
         _say("the input is nested too deeply")
         sys.exit(WRONG_INPUT)
+    except ImportError as error:
+        if not any(text in str(error) for text in NO_ROOM_FOR_LIBRARY):
+            raise
+        _say(f"{error}; raise the limit of memory (ulimit -v)")
+        sys.exit(WRONG_INPUT)
     except RuntimeError as error:
         traceback = getattr(error, "traceback", "")  # of `ExtensionError`
         print(visible(traceback), end="", file=sys.stderr)
         _say(error)
         sys.exit(FAILED)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:  # after a command
+        sys.exit(128 + signal.SIGINT)
     except OSError as error:  # such as a full disk, or a file that was deleted
-        from streamrl.runfile.errors import disk_remedy  # a list of commands needs no run files
+        from streamrl.runfile.errors import system_remedy  # a list of commands needs no run files
 
         name = str(error.filename or "")
         name = name if len(name) <= MOST_LINE_CHARS // 2 else f"{name[:MOST_NAME_CHARS]}..."
         text = f"{name}: {error.strerror}" if name else str(error)
-        _say(text + disk_remedy(error))
+        _say(text + system_remedy(error))
         sys.exit(WRONG_INPUT if error.errno == errno.ENAMETOOLONG else FAILED)
 
 
@@ -249,8 +261,8 @@ def main() -> None:
 def end_by_signals() -> Iterator[None]:
     """Let the signals of `ENDS` end a command as Ctrl-C does, with one line and their own exit status.
 
-    So a command removes its temporary files. A second signal ends the process at once. A signal that this process was
-    started to ignore, as with nohup, stays ignored.
+    So a command removes its temporary files, and may say in a `KeyboardInterrupt` what it keeps. A second signal ends the
+    process at once. A signal that this process was started to ignore, as with nohup, stays ignored.
     """
     received: list[signal.Signals] = []
 
@@ -269,15 +281,33 @@ def end_by_signals() -> Iterator[None]:
         signal.signal(each, obey)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        if not received:
+    except (KeyboardInterrupt, SystemExit) as error:
+        interrupt = _interrupt_of(error)
+        if not received and interrupt is None:
             raise
+        number = received[0] if received else signal.SIGINT
         with suppress(OSError):  # the terminal was closed
-            _say(ENDS[received[0]])
-        sys.exit(128 + received[0])
+            _say(": ".join(filter(None, (ENDS[number], str(interrupt or "")))))
+        sys.exit(128 + number)
     finally:
         for each in obeyed:
             signal.signal(each, signal.SIG_DFL)
+
+
+def _interrupt_of(error: KeyboardInterrupt | SystemExit) -> KeyboardInterrupt | None:
+    """Return the interrupt that ended a command; typer makes an exit of it."""
+    cause = getattr(error.__context__, "__cause__", None)
+    found = error if isinstance(error, KeyboardInterrupt) else cause
+    return found if isinstance(found, KeyboardInterrupt) else None
+
+
+def _fill_streams() -> None:
+    """Open /dev/null for standard streams that the caller closed, so that no file of a command gets their numbers."""
+    for stream in range(STDERR + 1):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _is_read_only(descriptor: int) -> bool:

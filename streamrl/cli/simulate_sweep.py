@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.cli.output import echo
 from streamrl.cli.progress import make_progress
 from streamrl.cli.shared import print_json, simulating_on, stdout_console
 from streamrl.report.study_file import DEFAULT_METRICS, NUM_SEEDS, Study, is_study, load_study
@@ -109,36 +108,34 @@ def _print(
         console.print(f"\nwritten to {output}: {names}", highlight=False)
 
 
-def _say_interrupted(done: int, total: int, finished: Path | None) -> None:
-    """Say on stderr how many of the simulations that were missing have finished, and how to go on."""
+def _interruption(done: int, total: int, finished: Path | None) -> str:
+    """Return how many of the simulations that were missing have finished, and how to go on."""
     if finished is None:
         then = "nothing is kept; with --output DIR, an interrupted study keeps what has finished"
     elif not finished.exists():
         then = "nothing is kept"
     else:
         then = f"they are kept in {finished}, and the same command continues after them"
-    text = f"streamrl: interrupted: {done} of {total} simulations were finished; {then}"
-    echo(text, err=True)
+    return f"{done} of {total} simulations were finished; {then}"
 
 
 def _simulate(study: Study, finished: Path | None, *, skips: bool) -> StudyResult:
     """Return a study's rows, with a progress bar on a terminal."""
     grid = make_grid(study.load, study.overrides, study.axes, skips=skips)
-    with make_progress() as progress:
-        task = progress.add_task("study", total=len(grid.cells), facts="")
-        simulated = 0, len(grid.cells) * study.num_seeds
+    simulated = 0, len(grid.cells) * study.num_seeds
+    try:
+        with make_progress() as progress:
+            task = progress.add_task("study", total=len(grid.cells), facts="")
 
-        def watch(what: str, done: int, total: int) -> None:
-            nonlocal simulated
-            if what == SIMULATING:
-                simulated = done, total
-            progress.update(task, completed=done, total=total, facts=what)
+            def watch(what: str, done: int, total: int) -> None:
+                nonlocal simulated
+                if what == SIMULATING:
+                    simulated = done, total
+                progress.update(task, completed=done, total=total, facts=what)
 
-        try:
             grid, rows = run_sweep(
                 grid, study.num_seeds, skips=skips, watch=watch, finished=finished
             )
-        except KeyboardInterrupt:
-            _say_interrupted(*simulated, finished)
-            raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interruption(*simulated, finished)) from None
     return StudyResult(study, grid, rows)

@@ -108,8 +108,8 @@ MOST_ERRORS = 100
 """Maximum errors of a run file. For each unknown key, similar keys are searched."""
 
 
-def disk_remedy(error: OSError) -> str:
-    """Return what to do if the disk takes no more, as the end of a message; empty for other errors."""
+def system_remedy(error: OSError) -> str:
+    """Return what to do if the disk, or a limit of this process, allows no more, as the end of a message; else empty."""
     match error.errno:
         case errno.ENOSPC:
             return "; free some space there"
@@ -117,6 +117,10 @@ def disk_remedy(error: OSError) -> str:
             return "; free some space there, or raise the quota"
         case errno.EFBIG:
             return "; raise the limit of file sizes (ulimit -f)"
+        case errno.EMFILE:
+            return "; raise the limit of open files (ulimit -n)"
+        case errno.EAGAIN:
+            return "; raise the limit of processes (ulimit -u)"
     return ""
 
 
