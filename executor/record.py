@@ -54,7 +54,7 @@ from streamrl.executor.checkpoints import (
 )
 from streamrl.executor.directory_lock import LOCK, DirectoryLock
 from streamrl.executor.monitoring import Trackers
-from streamrl.executor.sampling import sampling_keys
+from streamrl.executor.sampling import scored_with
 from streamrl.executor.token_files import remove_all
 from streamrl.record.chrome_trace import CHROME_TRACE
 from streamrl.record.evaluation import EVALUATED, EVALUATIONS, EvaluationResult, read_evaluations
@@ -96,7 +96,6 @@ from streamrl.runfile.paths import (
     paths_of,
 )
 from streamrl.runfile.result_files import listed_run_id, write_files, write_results
-from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +116,6 @@ def changes(before: Run, now: Run) -> dict[str, str]:
     }
 
 
-SCORED_ALIKE = (
-    *("share", "scorer", "samples", "passes_at"),
-    *("temperature", "top_p", "top_k", "min_p", "max_tokens"),
-)
-"""Keys of `[evaluation]` that a resume must not change."""
 TOKENS = "tokens"
 DIRECTORIES = (TOKENS, "checkpoints", "logs", CONTROL)
 NEXT_TRACE = ".trace.next.jsonl"
@@ -444,7 +438,7 @@ class RunDirectory(TrainerRecord):
             key = f"{trainer_key(trainer)}.algorithm" if trainer else "algorithm"
             self._check_states(key, *algorithms)
         self._check_scores(
-            *(_scored_with(each.evaluation, each.rollout, each.verifier) for each in (run, begun))
+            *(scored_with(each.evaluation, each.rollout, each.verifier) for each in (run, begun))
         )
         self.changes = changes(begun, run)
 
@@ -524,17 +518,6 @@ class RunDirectory(TrainerRecord):
         if has_first_line(trace):
             trace.rename(earlier_trace_path(self.path, self.leg - 1))
         self.trace_file.rename(trace)
-
-
-def _scored_with(
-    evaluation: EvaluationConfig | None, rollout: RolloutConfig, verifier: VerifierConfig
-) -> dict[str, object]:
-    """Return what the scores of evaluations depend on, by key of `[evaluation]`. Without evaluations only the share is there."""
-    if evaluation is None:
-        return {"share": None}
-    used = sampling_keys(evaluation, rollout)
-    found = {name: used.get(name, getattr(evaluation, name)) for name in SCORED_ALIKE}
-    return found | {"scorer": evaluation.scorer or verifier.reward or verifier.scorer}
 
 
 def rollback_to(checkpoint: Checkpoint | None) -> RolledBack:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from streamrl.runfile.evaluation_config import EvaluationConfig
-from streamrl.runfile.roles_config import RolloutConfig
+from streamrl.runfile.roles_config import RolloutConfig, VerifierConfig
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +94,24 @@ def sampling_keys(config: EvaluationConfig | None, rollout: RolloutConfig) -> di
         if value is not None and value != ():
             found[key] = value
     return found
+
+
+SCORED_ALIKE = (
+    *("share", "scorer", "samples", "passes_at"),
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens"),
+)
+"""Keys of `[evaluation]` without which scores cannot be compared. A resume must not change them."""
+
+
+def scored_with(
+    evaluation: EvaluationConfig | None, rollout: RolloutConfig, verifier: VerifierConfig
+) -> dict[str, object]:
+    """Return what the scores of evaluations depend on, by key of `[evaluation]`. Without evaluations only the share is there."""
+    if evaluation is None:
+        return {"share": None}
+    used = sampling_keys(evaluation, rollout)
+    found = {name: used.get(name, getattr(evaluation, name)) for name in SCORED_ALIKE}
+    return found | {"scorer": evaluation.scorer or verifier.reward or verifier.scorer}
 
 
 def truncated(

@@ -123,6 +123,22 @@ def test_a_diff_of_executed_runs_pairs_their_last_scores_by_prompt(
         assert "pass@3" in text and "step 4 of A, step 2 of B" in text and "streamrl report" in text
 
 
+def test_a_difference_of_scores_that_were_made_differently_says_so(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    changes = {"policies__system": "stream-sync", "algorithm__steps": 2}
+    execute(real_run(other, evaluation={**HELD_OUT, "temperature": 0.5}, **changes))
+    told = json.loads(streamrl("diff", evaluated, other / "run", "--json").stdout)
+    assert told["scored_unlike"] == ["temperature"] and told["scores"]
+    for words in ((), ("--markdown",)):
+        shown = " ".join(streamrl("diff", evaluated, other / "run", *words).stdout.split())
+        assert "scored differently (evaluation.temperature), so the difference is not one" in shown
+    same = streamrl("diff", evaluated, evaluated, "--json").stdout
+    assert json.loads(same)["scored_unlike"] == []
+
+
 def test_scores_of_other_prompts_or_of_none_are_not_compared(
     evaluated: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def diff(
                 "from_plans": against._asdict() if isinstance(against, PlannedPair) else None,
                 "no_figures": why_not,
                 "scores": None if scores is None else _scores_json(scores),
+                "scored_unlike": [] if scores is None else scores.scored_unlike,
             }
         )
     elif as_markdown:
@@ -82,8 +83,14 @@ def _scores(a: Path, b: Path, one: Run, other: Run) -> tuple[FinalScores | None,
         return None, report
     if one.evaluation.passes_at != other.evaluation.passes_at:
         return None, f"Scores are not compared: evaluation.passes_at differs. {report}"
+    from streamrl.executor.sampling import scored_with
+
+    ours, theirs = (
+        scored_with(each.evaluation, each.rollout, each.verifier) for each in (one, other)
+    )
+    unlike = tuple(key for key in ours if ours[key] != theirs.get(key))
     try:
-        return final_scores(a, b, one.evaluation), report
+        return final_scores(a, b, one.evaluation)._replace(scored_unlike=unlike), report
     except ValueError as error:
         return None, f"Scores are not compared: {error}. {report}"
 

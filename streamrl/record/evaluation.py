@@ -316,6 +316,8 @@ class FinalScores(NamedTuple):
     b: EvaluationResult
     differences: dict[str, Difference]
     """By score: that of A minus that of B."""
+    scored_unlike: tuple[str, ...] = ()
+    """Keys of `[evaluation]` that scores depend on and whose values differ."""
 
 
 def final_scores(a: Path, b: Path, config: EvaluationConfig) -> FinalScores:

@@ -78,7 +78,13 @@ def say_final_scores(found: FinalScores) -> str:
             f" A has {counts[0]:,} prompts and B {counts[1]:,}, so it is not the difference of the two columns."
         )
     )
+    unlike = ", ".join(f"evaluation.{key}" for key in found.scored_unlike)
+    other_scale = (
+        f" A and B are scored differently ({unlike}), so the difference is not one of the models alone."
+        if unlike
+        else ""
+    )
     return (
         f"Scores on held-out prompts: step {found.a.step:,} of A, step {found.b.step:,} of B. The difference is "
-        f"paired over {num:,} prompts.{others} The intervals do not cover the seed of the training."
+        f"paired over {num:,} prompts.{other_scale}{others} The intervals do not cover the seed of the training."
     )
