@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from streamrl.sim.studies.rerun import simulate_as_recorded
 from streamrl.sim.world import simulate
 from tests.report_directories import as_executed, write_runs
 from tests.runs import small_run
+from tests.test_elastic import resized
 
 FAULTS = [
     {"kind": "replica-dies", "step": 2},
@@ -69,6 +71,26 @@ def test_a_prediction_of_other_steps_stands_beside_no_total(tmp_path: Path) -> N
 
     assert has_prediction(predicted.steps)
     assert not has_prediction(2 * predicted.steps), "the other half was before a resume"
+
+
+def test_a_simulation_with_other_ranks_than_an_executed_run_does_not_predict_it(
+    tmp_path: Path,
+) -> None:
+    asked = resized((4, 2), simulate__max_steps=6)
+    planned = replace(asked, trainer=replace(asked.trainer, resize=()))
+    for name, trace in (("executed", simulate(asked)), ("simulated", simulate(planned))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trace.jsonl").write_bytes(trace.encode())
+    file = as_executed(tmp_path / "executed") / "trace.jsonl"
+    header, _, rest = file.read_bytes().partition(b"\n")
+    table = json.loads(header)
+    table["run"]["trainer"]["resize"] = []  # the user asked for it while the run was executed
+    file.write_bytes(json.dumps(table).encode() + b"\n" + rest)
+    sources, options = read_report([tmp_path / "executed", tmp_path / "simulated"])
+    (option,) = [each for each in options if each.is_executed]
+    found = predict(option, sources.runs, simulate_as_recorded)
+    assert isinstance(found, Prediction) and found.source.startswith("a simulation with")
+    assert isinstance(predict(option, sources.runs, None), str)
 
 
 def test_page_and_terminal_judge_a_run_by_the_band_and_say_how_to_measure(tmp_path: Path) -> None:

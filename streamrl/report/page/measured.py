@@ -8,7 +8,11 @@ from typing import NamedTuple, TypeAlias
 from streamrl.engine.trace import Trace
 from streamrl.record.incidents import Incident, find_incidents
 from streamrl.record.metrics import Metrics, measure
-from streamrl.record.recorded_inputs import RecordedInputs, recorded_inputs
+from streamrl.record.recorded_inputs import (
+    RecordedInputs,
+    recorded_inputs,
+    with_ranks_of_steps,
+)
 from streamrl.report.page.options import Option, is_same_run
 from streamrl.report.page.parts import PageCell, PageSection, PageTable, cells
 from streamrl.report.page.sources import RecordedRun
@@ -68,13 +72,14 @@ def predict(
 ) -> Prediction | str:
     """Return the prediction of an executed run, or the reason why there is none.
 
-    A simulation of the same run file in the report is used. Otherwise the run is simulated with its
+    A simulation of the same run file in the report is used, unless the run had other trainer ranks. Otherwise the run is simulated with its
     recorded lengths, as `streamrl compare` does, if it is small enough and there is a simulator.
     """
     assert option.run is not None, "it was executed"
     measured = option.run.metrics
     for run in runs:
-        if run.metrics.world == "simulated" and is_same_run(option, run):
+        is_like = run.metrics.world == "simulated" and is_same_run(option, run)
+        if is_like and _has_ranks_of_file(option.run):
             counted = _common_steps(measured, run.metrics)
             return Prediction(measure(run.trace, counted), f"the simulation {run.name}")
     num_rollouts = measured.num_steps * option.run.run.algorithm.rollouts_per_step
@@ -87,6 +92,11 @@ def predict(
     except (ValueError, RuntimeError) as error:
         return f"There is no prediction of this run: {error}."
     return Prediction(found, "a simulation with the recorded lengths, without faults")
+
+
+def _has_ranks_of_file(executed: RecordedRun) -> bool:
+    """Return whether nobody changed the trainer's ranks of a run while it was executed."""
+    return with_ranks_of_steps(executed.run, executed.trace).trainer == executed.run.trainer
 
 
 def _common_steps(measured: Metrics, simulated: Metrics) -> tuple[int, int] | None:
