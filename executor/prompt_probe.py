@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.runfile.reading import DAMAGE_OF_ARRAYS
 from streamrl.runfile.result_files import replacing
 
 Floats = npt.NDArray[np.float64]
@@ -163,5 +163,5 @@ def read_probe(path: Path) -> PromptProbe | None:
                 return None
             own = {name: arrays[name] for name in ARRAYS}
             return PromptProbe(str(arrays["probe_of"]), intercept=float(arrays["intercept"]), **own)
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+    except (OSError, *DAMAGE_OF_ARRAYS):
         return None

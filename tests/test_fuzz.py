@@ -347,6 +347,8 @@ def test_a_checkpoint_is_whole_or_passed_over(place: Path, data: bytes, name: st
     (checkpoints.path_of(4) / name).write_bytes(data)
     for found in (checkpoints.newest(), checkpoints.newest_whole()):
         assert found is not None and found.version in (2, 4)
+    whole = checkpoints.newest_whole()
+    assert whole is not None and (name, data != bytes(100), whole.version) != ("weights", True, 4)
     checkpoints.resume_from(checkpoints.newest_whole())
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Callable
+from io import StringIO
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import tomli_w
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import save
 
@@ -50,15 +52,31 @@ from streamrl.hardware.profiles import PROFILES, read_profile
 from streamrl.logs.agent_logs import assumed_tokens, read_agent_log, write_episodes
 from streamrl.logs.framework_logs import read_measured_file
 from streamrl.logs.measured_steps import parse_steps
-from streamrl.logs.recorded_rollouts import read_rollouts
+from streamrl.logs.recorded_rollouts import read_rollouts, write_lengths
 from streamrl.ranker.score_files import read_known
 from streamrl.ranker.text_ranker import fit_text, read_ranker, write_ranker
+from streamrl.record.evaluation import (
+    EVALUATIONS,
+    best_step,
+    passes_hint,
+    read_evaluations,
+    scores_of,
+)
 from streamrl.record.run_directory import ATTACHED
 from streamrl.report.against_report import read_comparison
+from streamrl.report.evaluation_table import evaluations_table, say_change, sources_table
 from streamrl.report.jobs_report import jobs_report
 from streamrl.report.study_report import read_study
 from streamrl.runfile.distribution_words import read_distribution
-from streamrl.runfile.files import load_run, make_run, read_recorded_run, write_run
+from streamrl.runfile.evaluation_config import EvaluationConfig
+from streamrl.runfile.files import (
+    decode_run,
+    encode_run,
+    load_run,
+    make_run,
+    read_recorded_run,
+    write_run,
+)
 from streamrl.runfile.jobs_file import load_jobs
 from streamrl.runfile.list_prices import PRICES, read_sheets
 from streamrl.runfile.result_files import check_results, write_results
@@ -144,6 +162,33 @@ def test_recorded_rollouts_are_imported_or_refused(
     refusing(lambda: read_rollouts(str(path)))
 
 
+TURN_ROWS: list[list[dict[str, Any]]] = [
+    [{"group": 1, "out_lens": [3, 4], "prompt_len": 5}, {"group": 1, "out_lens": [2]}],
+    [{"input_lens": [3, 4], "output_lens": [5, 6], "errors": ["", "refused"]}],
+    [{"input_length": 7, "output_length": 5, "hash_ids": [1, 2]}] * 2,
+]
+
+
+@fuzzed(SHARE)
+@given(st.sampled_from(TURN_ROWS), st.data())
+def test_rows_with_turns_or_requests_are_imported_and_read_back_or_refused(
+    place: Path, rows: list[Any], data: st.DataObject
+) -> None:
+    path = fresh(place) / "rollouts.jsonl"
+    text = b"\n".join(map(as_json, data.draw(altered(rows))))
+    path.write_bytes(data.draw(mangled(text)) if data.draw(st.booleans()) else text)
+
+    def check() -> None:
+        found = read_rollouts(str(path))
+        assert all(1 <= length < 1e9 for length in found.lengths)
+        lengths = path.with_name("lengths.csv")
+        lengths.write_text(write_lengths(found, str(path)), encoding="utf-8")
+        cells = [row["output_tokens"] for row in read_csv(lengths)]
+        assert [int(str(cell)) for cell in cells] == [*found.lengths]
+
+    refusing(check)
+
+
 AGENT_LOGS = [
     MESSAGES,
     {"trajectory_format": "mini-swe-agent-1.1", "messages": TIMED},
@@ -224,6 +269,63 @@ def test_a_plan_reads_back_equal_or_is_refused(place: Path, data: st.DataObject)
     else:
         path.write_bytes(as_json(data.draw(altered(json.loads(path.read_bytes())))))
     refusing(lambda: read_plan(path))
+
+
+RESULT = {
+    "step": 2,
+    "time": 1.0,
+    "seconds": 1.0,
+    "num_prompts": 2,
+    "samples": 2,
+    "confidence": 0.95,
+    "scores": {
+        "avg@2": {"value": 0.5, "low": 0.1, "high": 0.9},
+        "pass@1": {"value": 0.5, "low": 0.1, "high": 0.9},
+    },
+    "sources": {"sums": {"num_prompts": 2, "scores": {}}},
+    "mean_tokens": 3.0,
+    "truncated_share": 0.0,
+    "bounds": [0.0, 1.0],
+    "rewards": {"0": [1.0, 0.0], "1": [0.0, 1.0]},
+}
+SECTION = {"prompts": "held-out.jsonl", "samples": 2, "k": [1, 2], "every": 2, "temperature": 0.5}
+SECTION |= {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 20, "scorer": "exact"}
+SECTION |= {"passes_at": 0.5, "confidence": 0.9, "num_prompts": 2, "before": True, "beside": True}
+
+
+@fuzzed(SHARE)
+@given(altered(SECTION))
+def test_an_evaluation_section_scores_finitely_or_is_refused(table: dict[str, Any]) -> None:
+    def check() -> None:
+        run = make_run({**make_table(), "evaluation": table})
+        assert decode_run(encode_run(run)) == run and run.evaluation is not None
+        assert {0, 7} >= {each for each in run.evaluation.versions(7) if each not in range(1, 7)}
+        rewards = {0: [0.25] * run.evaluation.samples, 1: [1.0] * run.evaluation.samples}
+        for score in scores_of(rewards, run.evaluation).values():
+            assert all(map(isfinite, (score.value, score.low, score.high)))
+
+    refusing(check)
+
+
+@fuzzed(SHARE)
+@given(st.lists(altered(RESULT), min_size=1, max_size=2))
+def test_recorded_scores_are_shown_as_numbers_or_refused(place: Path, rows: list[Any]) -> None:
+    directory = fresh(place)
+    (directory / EVALUATIONS).write_bytes(b"".join(as_json(row) + b"\n" for row in rows))
+
+    def check() -> None:
+        results = read_evaluations(directory)
+        if not results:
+            return
+        assert best_step(results) in {each.step for each in results}
+        config = EvaluationConfig(prompts="held-out.jsonl", samples=2)
+        shown = Console(file=StringIO(), width=200)
+        shown.print(evaluations_table(results), sources_table(results[-1]))
+        shown.print(say_change(results, config), passes_hint(results[-1], config))
+        assert isinstance(shown.file, StringIO) and "nan" not in shown.file.getvalue()
+        assert all(isfinite(value) for each in results for value in each.figures.values())
+
+    refusing(check)
 
 
 ROOT = Path(__file__).parent.parent
@@ -529,7 +631,7 @@ def test_a_profile_of_a_folder_is_read_or_refused(
     place: Path, shipped: Path, data: st.DataObject
 ) -> None:
     path = fresh(place) / shipped.relative_to(PROFILES)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     written = shipped.read_bytes()
     if shipped.suffix == ".toml" and data.draw(st.booleans()):
         try:
@@ -663,7 +765,7 @@ def test_what_is_accepted_reads_back_equal(place: Path, data: st.DataObject) -> 
     model = model_directory(directory / "model")
 
     def a_run() -> None:
-        run = make_run(data.draw(altered(make_table())))
+        run = make_run(data.draw(altered(make_table())), directory)
         write_run(run, directory / "run.toml")
         assert load_run(directory / "run.toml") == run
 

@@ -387,7 +387,7 @@ def _lengths(where: str, row: Row, output: str | None, turns: str | None) -> lis
     if not isinstance(value, list):
         return [_count(where, column, value)]
     counts = [_count(where, column, each) for each in value]
-    return counts if output is not None else [sum(counts)]
+    return counts if output is not None or not counts else [sum(counts)]
 
 
 def _count(where: str, column: str, value: object) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.runfile.reading import DAMAGE_OF_ARRAYS
 from streamrl.runfile.result_files import replacing
 
 Floats = npt.NDArray[np.float64]
@@ -321,7 +321,7 @@ def read_ranker(path: Path) -> TextRanker:
             return _read_arrays({name: arrays[name] for name in arrays.files})
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except DAMAGE_OF_ARRAYS as error:
         raise ValueError(
             f"{path}: not a ranker that `streamrl ranker fit` wrote: {error}"
         ) from None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.runfile.reading import DAMAGE_OF_ARRAYS
 from streamrl.runfile.result_files import write_file
 
 PROMPTS = "prompts.npz"
@@ -86,7 +85,7 @@ def read_prompt_tokens(directory: Path) -> list[Ids]:
     try:
         with np.load(directory / PROMPTS, allow_pickle=False) as arrays:
             return np.split(arrays["ids"], arrays["ends"][:-1])
-    except (OSError, EOFError, KeyError, ValueError, BadZipFile, zlib.error) as error:
+    except (OSError, *DAMAGE_OF_ARRAYS) as error:
         raise ValueError(
             f"{directory / PROMPTS}: cannot read token ids of prompts: {error}"
         ) from None

@@ -15,7 +15,10 @@ import os
 import re
 import select
 import stat
+import struct
 import tomllib
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +37,11 @@ MOST_ROWS = 2_000_000
 """Maximum rows of a table."""
 MOST_PARTS = 64
 """Maximum parts of a dotted TOML key. The time of tomllib grows with their square."""
+DAMAGE_OF_ARRAYS = (
+    *(AttributeError, EOFError, KeyError, RuntimeError, TypeError, ValueError),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
+)
+"""Errors of numpy and zipfile for a damaged file of arrays (.npz)."""
 PATIENCE = 10.0
 """Seconds without data after which a pipe is given up."""
 BLOCK_BYTES = 2**20

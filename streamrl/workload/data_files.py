@@ -69,13 +69,13 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-def parse_number(text: str) -> float:
+def parse_number(text: str | None) -> float:
     """Return a number in ASCII digits; Python alone would also read the digits of other scripts and underscores.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text is something else, or missing, as the last cells of a short row are.
     """
-    if _NUMBER.fullmatch(text.strip()) is None:
+    if text is None or _NUMBER.fullmatch(text.strip()) is None:
         raise ValueError(f"not a number: {text!r}")
     return float(text)
 
