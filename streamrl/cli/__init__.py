@@ -25,7 +25,7 @@ import sys
 try:
     from streamrl.cli.main import main
 except KeyboardInterrupt:  # Ctrl-C while the command line is imported
-    print("streamrl: Ctrl-C", file=sys.stderr)
+    sys.stderr.write("streamrl: Ctrl-C\n")
     raise SystemExit(130) from None
 
 __all__ = ["main"]
