@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.executor.directory_lock import MARK
 from streamrl.executor.verifier.fork_server import read_verdict
 from streamrl.executor.verifier.fork_server_process import ENVIRONMENT
 from streamrl.executor.verifier.reward_checks import check_prompts
@@ -245,7 +246,7 @@ def test_the_process_with_the_scorer_inherits_no_environment_and_no_ctrl_c() -> 
         pid = (await verifier.start()).pid
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")[:-1]
         names = {os.fsdecode(variable).partition("=")[0] for variable in variables}
-        assert names == set(ENVIRONMENT)
+        assert names == {*ENVIRONMENT, MARK}
         assert os.getsid(pid) == pid  # signals of a terminal go to its session
 
     use(do, reward=REGEX)
