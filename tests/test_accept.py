@@ -345,6 +345,15 @@ def test_a_plan_is_measured_predicted_again_and_kept_or_returned(
     assert again.returncode == 2 and "exists already" in again.stderr
 
 
+def test_a_node_of_which_nothing_was_measured_is_neither_kept_nor_returned(
+    plan: Path, tmp_path: Path
+) -> None:
+    options = ["--minutes", "1e-9", "--limit", "0", "-o", tmp_path / "out"]
+    done = streamrl("profile", "accept", plan, *options)
+    assert done.returncode == 1 and "neither kept nor returned; allow more time" in done.stderr
+    assert not (tmp_path / "out" / "profiles").exists(), "the same command may run again"
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "text"),
     [

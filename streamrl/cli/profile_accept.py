@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +94,7 @@ def accept(
     """Test a rented node: keep it, or return it?
 
     It measures this machine's GPUs, NCCL and the link to a peer, and predicts the plan again from what it measured. The
-    exit status is 0 for keep, 1 for return, and 2 for wrong input. `profile --accept PLAN` is the same.
+    exit status is 0 for keep, 1 for return or if nothing could be measured, and 2 for wrong input. `profile --accept PLAN` is the same.
 
     Example: streamrl profile accept plans/7b -o accepted
     """
@@ -108,6 +109,7 @@ def accept(
             raise ValueError(f"{output / PROFILES} exists already; name another directory with -o")
     need_executor("transformers")
     from streamrl.executor.directory_lock import OwnedDirectory
+    from streamrl.executor.transfer.shared_memory import replaced_directory
 
     rented = _Rented.of(resolve(run), peer)
     Costs.load(run)  # refuses a plan that cannot run, before any measurement
@@ -119,8 +121,15 @@ def accept(
 
         found = _measure(rented, began_at + 60 * minutes * (1 - LEFT_FOR_PLAN), watch)
         watch("the plan")
-        scaled = (output or own) / PROFILES
-        whole = _predict(run_file, overrides or (), rented, found, scaled)
+        whole = _predict(run_file, overrides or (), rented, found, own / PROFILES)
+        if not any(row.changes for row in whole.comparisons):
+            raise RuntimeError(
+                f"nothing that the plan rests on was measured within --minutes {minutes:g}, so the node is neither kept "
+                "nor returned; allow more time"
+            )
+        if output is not None:
+            with replaced_directory(output / PROFILES) as partial:
+                shutil.copytree(own / PROFILES, partial, dirs_exist_ok=True)
     decision, reasons = _decide(whole, run.plan, limit)
     node = rented.node
     result = Acceptance(
@@ -135,7 +144,7 @@ def accept(
         limit=limit,
         decision=decision,
         reasons=reasons,
-        profiles=None if output is None else str(scaled),
+        profiles=None if output is None else str(output / PROFILES),
         minutes=(time.monotonic() - began_at) / 60,
     )
     if output is not None:
@@ -147,7 +156,9 @@ def accept(
         for line in acceptance_lines(result):
             echo(line)
         if output is not None:
-            echo(f"with these figures: STREAMRL_PROFILES={scaled} streamrl plan RUN.toml")
+            echo(
+                f"with these figures: STREAMRL_PROFILES={output / PROFILES} streamrl plan RUN.toml"
+            )
     if decision == "return":
         raise typer.Exit(1)
 
