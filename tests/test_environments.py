@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.error import HTTPError, URLError
 
 import pytest
 
-from streamrl.executor.environment.http_environments import NemoGym, OpenEnv
+from streamrl.executor.environment import http_environments
+from streamrl.executor.environment.http_environments import (
+    MOST_PAUSE,
+    RESTART_TIME,
+    HttpClient,
+    NemoGym,
+    OpenEnv,
+)
 from streamrl.executor.environment.retry import Retry
 from streamrl.executor.environment.session import EnvironmentFaultError, Session
 from streamrl.runfile.errors import RunError
@@ -69,11 +78,13 @@ class Server(BaseHTTPRequestHandler):
 
     sessions: ClassVar[dict[str, Any]] = {}
     num_steps = 0
+    statuses: ClassVar[list[int]] = []
+    """Status codes of the next answers, the last one first."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer, cookie = self.answer(body), self.headers.get("Cookie")
-        self.send_response(200)
+        self.send_response(Server.statuses.pop() if Server.statuses else 200)
         if cookie is None:
             self.send_header("Set-Cookie", f"session={len(Server.sessions)}")
         self.end_headers()
@@ -144,6 +155,61 @@ def test_a_nemo_gym_server_has_tools_and_verifies_the_episode(
     assert messages is not None and messages[0]["content"] == '{"found": "42", "key": "a"}'
     assert (reward, is_over) == (0.0, False)
     assert environment.step("42") == (None, 1.0, True)
+
+
+def test_what_is_wrong_with_a_server_is_no_observation(endpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "name": "lookup"}]))
+    environment = NemoGym(endpoint, "llama", str(tmp_path / "tools.json"))
+    environment.reset({"prompt": "q", "answer": "42"})
+    call = '{"name": "lookup", "parameters": {"key": "a"}}'
+    Server.statuses[:] = [422]
+    messages, *_ = environment.step(call)
+    assert messages is not None and messages[0]["content"].startswith("Error: HTTP Error 422")
+    Server.statuses[:] = [500]
+    with pytest.raises(HTTPError, match="500"):
+        environment.step(call)
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    def monotonic(self) -> float:
+        return sum(self.pauses)
+
+
+def test_a_request_waits_for_a_server_that_restarts(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(http_environments, "time", clock)
+    Server.statuses[:] = [503, 502]
+    assert HttpClient(endpoint).post("/reset", {})["done"] is False
+    assert clock.pauses == [0.25, 0.5]
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    clock.pauses.clear()
+    with pytest.raises(URLError, match="refused"):
+        HttpClient(f"http://127.0.0.1:{port}").post("/reset", {})
+    assert max(clock.pauses) == MOST_PAUSE
+    assert RESTART_TIME - MOST_PAUSE <= sum(clock.pauses) <= RESTART_TIME
+
+
+@pytest.mark.parametrize("wrong", [{"reward": []}, {"reward": ""}, {"done": ""}, {"done": []}])
+def test_answers_of_an_openenv_server_keep_wrong_types(
+    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    answer = {"observation": "x", "reward": None, "done": None}
+    monkeypatch.setattr(HttpClient, "post", lambda self, path, body: {**answer, **wrong})
+    found = OpenEnv("http://localhost").step("a")
+    assert found == ("x", wrong.get("reward", 0.0), wrong.get("done", False)), (
+        "the process of the environment refuses them"
+    )
 
 
 AT = {"arguments": {"endpoint": "http://localhost"}}

@@ -12,10 +12,11 @@ for each cookie.
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from http.cookiejar import CookieJar
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 from streamrl.executor.environment.tool_calls import ToolCall, ToolCallError, find_tool_calls
 from streamrl.executor.environment.tools import shown
@@ -26,6 +27,14 @@ REQUEST_TIME = 300.0
 """Seconds for a whole answer of a server; `environment.action_time_limit` may be shorter."""
 MOST_BYTES = 1 << 24
 """Bytes of an answer."""
+RESTART_TIME = 60.0
+"""Seconds for which a request waits for a server that refuses connections, as one that restarts does."""
+FIRST_PAUSE, MOST_PAUSE = 0.25, 4.0
+"""Seconds until the request is sent again; each pause is twice as long as the last one."""
+DOWN = (502, 503)
+"""Status codes of a gateway whose server is not there."""
+FIRST_FAULT = 500
+"""Least status code of a server's own fault; those below tell what is wrong with the request."""
 
 Json = dict[str, Any]
 
@@ -45,11 +54,27 @@ class HttpClient:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with self._opener.open(request, timeout=REQUEST_TIME) as response:
-            data = response.read(MOST_BYTES + 1)
+        data, pause = None, FIRST_PAUSE
+        ends_at = time.monotonic() + RESTART_TIME
+        while data is None:
+            try:
+                with self._opener.open(request, timeout=REQUEST_TIME) as response:
+                    data = response.read(MOST_BYTES + 1)
+            except URLError as error:
+                if not _is_down(error) or time.monotonic() + pause > ends_at:
+                    raise
+                time.sleep(pause)
+                pause = min(MOST_PAUSE, 2 * pause)
         if len(data) > MOST_BYTES:
             raise ValueError(f"{self._endpoint} answers with more than {MOST_BYTES >> 20} MiB")
         return read_answer(data.decode())
+
+
+def _is_down(error: URLError) -> bool:
+    """Return whether a request has not reached its server, so that it may be sent again."""
+    if isinstance(error, HTTPError):
+        return error.code in DOWN
+    return isinstance(error.reason, ConnectionRefusedError)
 
 
 def read_answer(text: str) -> Any:
@@ -85,7 +110,12 @@ class OpenEnv:
     def step(self, action: str) -> tuple[str, float, bool]:
         """Send a turn as the action."""
         result = self._client.post("/step", {"action": {self._action_field: action}})
-        return self._text(result), result.get("reward") or 0.0, result.get("done") or False
+        reward, is_over = result.get("reward"), result.get("done")
+        return (
+            self._text(result),
+            0.0 if reward is None else reward,
+            False if is_over is None else is_over,
+        )
 
     def _text(self, result: Json) -> str:
         found = result["observation"]
@@ -151,7 +181,10 @@ class NemoGym:
         )
         try:
             content = shown(self._client.post(f"/{call.name}", call.arguments))
-        except HTTPError as error:  # the model reads it and may correct its call
+        except HTTPError as error:
+            if error.code >= FIRST_FAULT:
+                raise
+            # the model reads it and may correct its call
             content = f"Error: {error}"
         answered = {"type": "function_call_output", "call_id": called["call_id"]}
         self._output.append({**answered, "output": content})
