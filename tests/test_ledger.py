@@ -366,6 +366,14 @@ def test_what_a_resume_took_back_is_drawn_again_and_counts_once() -> None:
     assert resumed(3, 4, ahead=(2,)).balance().is_balanced
 
 
+def test_the_bound_of_staleness_is_the_largest_of_all_starts() -> None:
+    strict, loose = (hand(policies__max_staleness=most).trace for most in (0, 3))
+    for first, second in ((strict, loose), (loose, strict)):
+        books = LedgerReader(first)
+        books.begin_trace(second)
+        assert books.balance().max_staleness == 3
+
+
 def test_tokens_from_before_a_resume_are_of_the_version_that_sampled_them() -> None:
     balance = resumed(2, 3, kept=(50, 1)).balance()
     assert balance.is_balanced and balance.staleness == 1

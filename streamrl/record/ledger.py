@@ -87,7 +87,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     """Maximum versions that a token was behind the version that trained on it."""
     max_staleness: int | None
-    """Maximum that the run file allows; None if its consumption has no bound."""
+    """Maximum that the run file allows, over all starts; None if its consumption has no bound."""
     checksummed: int | None
     """Versions for which every serving replica reported the pushed checksum; None in a simulation.
     """
@@ -330,7 +330,7 @@ class LedgerReader(MessageReader):
         """By rollout that is open to the primary trainer: the oldest version of its tokens."""
         self._aborted_at: dict[int, int] = {}
         """By rollout with several attempts: its number of tokens after the last abort, or the last turn."""
-        self._staleness = 0
+        self._staleness = self._most_bound = 0
         self._has_ended = False
         """Whether the run has wound down. Then no rollout may be open."""
         self._saved = [SavedAccounts() for _ in self._trainers]
@@ -393,7 +393,7 @@ class LedgerReader(MessageReader):
                 for account in self._trainers
             ],
             staleness=self._staleness,
-            max_staleness=self._max_staleness,
+            max_staleness=None if self._most_bound == sys.maxsize else self._most_bound,
             checksummed=len(served.checksummed) if served else None,
             unverified=len(served.unverified) if served else 0,
             legs=self._leg,
@@ -417,8 +417,8 @@ class LedgerReader(MessageReader):
         self._has_turns = trace.run.environment is not None
         self._is_in_line = system.consumption == "strict-fifo"
         """Whether the primary trainer takes groups in the order in which they were drawn."""
-        self._max_staleness = system.staleness_bound if system.keeps_bound else None
-        self._bound = sys.maxsize if self._max_staleness is None else self._max_staleness
+        self._bound = system.staleness_bound if system.keeps_bound else sys.maxsize
+        self._most_bound = max(self._most_bound, self._bound)
         self._group_size = trace.run.algorithm.group_size
         self._num_steps = sys.maxsize if trace.is_endless else trace.run.algorithm.steps
 
