@@ -145,8 +145,9 @@ def test_terminal_and_page_name_the_option_that_is_chosen_then(tmp_path: Path) -
     assert "about 9 % dearer; it is faster then" in page
 
 
-def test_something_can_run_each_option_that_is_offered() -> None:
-    plan = planned(few(SMALL, unit=None)).plan
+@pytest.mark.parametrize("unit", [None, 8])
+def test_something_can_run_each_option_that_is_offered(unit: int | None) -> None:
+    plan = planned(few(SMALL, unit=unit)).plan
     able = [any(each.can_run for each in option.carried_by) for option in plan.options]
     assert able[0] and plan.carried_by == plan.options[0].carried_by
     for option, is_able in zip(plan.options, able, strict=True):

@@ -43,7 +43,8 @@ MOST_OPTIONS = 9
 """Rows of the largest table: the recommended plan, four kinds of best plans, a faster one that costs just too much, the
 user's own file, and the two of `LEFT_OUT_ROWS`.
 """
-LEFT_OUT_ROWS: tuple[OptionLabel, ...] = ("on parts of a node", "nothing runs this today")
+RUN_BY_NOTHING: OptionLabel = "nothing runs this today"
+LEFT_OUT_ROWS: tuple[OptionLabel, ...] = ("on parts of a node", RUN_BY_NOTHING)
 """Rows of plans that the search leaves out and that would be better."""
 
 
@@ -278,10 +279,14 @@ def recommended_of(search: Search, speeds: Mapping[int, Speed]) -> int:
 
 
 def _add(rows: list[Row], row: Row) -> None:
-    """Add a row, or its labels to a row that is like it."""
+    """Add a row, or its labels to a row that is like it.
+
+    A plan that nothing runs is left out if another one is like it: that one can be run.
+    """
     for place, other in enumerate(rows):
         if row.is_like(other):
-            labels = dict.fromkeys([*other.labels, *row.labels])
+            own = (label for label in row.labels if label != RUN_BY_NOTHING)
+            labels = dict.fromkeys([*other.labels, *own])
             rows[place] = replace(other, labels=tuple(labels))
             return
     rows.append(row)
