@@ -181,7 +181,7 @@ def test_estimates_of_steps_are_what_simulations_take(
     simulated = shortened(run, run.seed, steps)
     values = search.estimates.bound()
     likely = np.nonzero(values <= np.quantile(values, 0.5))[0]
-    picked = np.random.default_rng(1).choice(likely, 4, replace=False).tolist()
+    picked = np.random.default_rng(7).choice(likely, 8, replace=False).tolist()
     learned(search.estimates, search.base, picked)
     estimates, bounds = search.estimates.estimate().step, search.estimates.bound()
     off: list[float] = []

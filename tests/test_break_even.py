@@ -79,7 +79,7 @@ def test_with_the_break_even_bandwidth_a_token_costs_the_same(
 
     against = compare_runs(one, other, watch)
     (found,) = against.bandwidths
-    assert found.break_even is not None and 1 < len(trials) <= 12
+    assert found.break_even is not None and 1 < len(trials) <= 16
     even = compare_runs(with_bandwidth(one, found.break_even), other)
     assert even.cost_ratio.value == pytest.approx(1, abs=0.2 * one.simulate.interval)
     assert abs(against.cost_ratio.value - 1) > 0.1

@@ -22,8 +22,9 @@ from streamrl.sim.batch_generation import step_batches
 from streamrl.sim.costs.costs import Costs
 from streamrl.sim.costs.policy_estimates import fill_policies
 from streamrl.sim.planner.episode_times import times_of_episodes
-from streamrl.sim.planner.episode_worth import episode_binding, find_worths
+from streamrl.sim.planner.episode_worth import episode_binding, find_worths, without_loss
 from streamrl.sim.planner.modes import find_modes
+from streamrl.sim.planner.plan import Worth
 from streamrl.sim.planner.plan_settings import candidate_of, own_candidate, settings_of
 from streamrl.sim.planner.planner import Planned, make_plan
 from streamrl.sim.planner.search import Search
@@ -114,8 +115,24 @@ def test_more_sandboxes_are_worth_what_a_longer_queue_costs() -> None:
     more = next(each for each in worths if each.resource == "sandboxes")
     assert more.units == 2 and more.step_time_ratio == pytest.approx(8 / 10, abs=0.06)
     assert max(worths, key=lambda each: each.gain) is more
-    trained = next(each for each in worths if each.resource == "training")  # 1.0002 by chance
-    assert (trained.step_time_ratio, trained.cost_ratio, trained.gain) == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("ratio", [1.004, 0.996])
+def test_a_longer_step_with_faster_training_is_chance(ratio: float) -> None:
+    worth = Worth(
+        resource="training",
+        what="training 1.25 times as fast",
+        units=0,
+        step_time_ratio=ratio,
+        half_width=None,
+        cost_ratio=ratio,
+        gain=1 - ratio,
+        break_even=None,
+    )
+    found = without_loss(worth)
+    best = min(1.0, ratio)
+    assert (found.step_time_ratio, found.cost_ratio) == (best, best)
+    assert found.gain == 1 - best
 
 
 def test_more_sandboxes_do_not_hurt_where_the_cache_loses_contexts() -> None:
@@ -129,7 +146,7 @@ def test_more_sandboxes_do_not_hurt_where_the_cache_loses_contexts() -> None:
         "environment.action_time": "median 1 s, p99 5 s",
         "algorithm.prompts_per_step": 24,
         "verifier": {"time": "3 s", "workers": 32},
-        "rollout.memory_utilization": 0.31,
+        "rollout.memory_utilization": 0.32,
     }
     search = Search.open(offer(crowded))
     metrics = measure_steady(search.space.candidate(0).apply(search.space.run))

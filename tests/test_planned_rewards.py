@@ -228,7 +228,7 @@ def test_rewards_that_take_long_get_more_gpus() -> None:
         assert rewards is not None
         return rewards.num_gpus
 
-    assert chosen("10 ms") == 1
+    assert chosen("3 ms") == 1
     assert chosen("2 s") == 4
 
 

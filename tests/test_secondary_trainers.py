@@ -114,7 +114,7 @@ def test_a_slow_follower_never_delays_the_leader_nor_another_and_its_losses_are_
 
 def test_a_follower_is_told_to_work_in_portions_of_its_own_however_the_leader_trains() -> None:
     algorithm = {"name": "reinforce++", "prompts_per_step": 12}
-    follower = {**SLOW, "efficiency": 0.005, "algorithm": algorithm}
+    follower = {**SLOW, "efficiency": 0.003, "algorithm": algorithm}
     changes = {**THREE, "followers": [follower], "trainer.micro_batch": 1}
     most = {
         system: most_told(checked_world(small_run({**changes, **named})).run(), 1)

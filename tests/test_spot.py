@@ -306,6 +306,8 @@ def test_a_machine_that_is_away_is_not_paid_for() -> None:
         began.update({c.replica: entry.time for c in of(StartReplica, entry.commands)})
         if isinstance(entry.event, ReplicaStopped | ReplicaLost):
             seconds += entry.time - began.pop(entry.event.replica)
+        if isinstance(entry.event, MachineReplaced) and not of(StartReplica, entry.commands):
+            seconds += end - entry.time  # the run ends, so nothing starts on it
     seconds += sum(end - start for start in began.values())
     paid = replicas.mean(0.0, end) - sum(replicas.mean_away(0.0, end).values())
     assert paid == pytest.approx(seconds / end)

@@ -135,10 +135,10 @@ def _better_of_sandboxes(
         yield _with_crowding(_unused_if_slower(best, rents), of_sandboxes, recomputed)
     for change, _, worth in found:
         if worth is not None and change.resource != "sandboxes":
-            yield worth if change.units else _without_loss(worth)
+            yield worth if change.units else without_loss(worth)
 
 
-def _without_loss(worth: Worth) -> Worth:
+def without_loss(worth: Worth) -> Worth:
     """Return an effect of faster tools or training, which can wait: where a step takes longer with them, this is chance."""
     none: Worth = replace(worth, step_time_ratio=1.0, half_width=None, cost_ratio=1.0, gain=0.0)
     return none if worth.step_time_ratio > 1 else worth

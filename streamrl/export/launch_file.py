@@ -73,20 +73,7 @@ def launch_script(found: Launchable) -> str:
 
 def check_options(found: Launchable) -> None:
     """Raise `RunError` if the options of a plan contradict each other by the framework's own rules."""
-    _check_relations_of(found.table, found.arguments)
-
-
-def check_exportable(run: Run, name: ExportName) -> None:
-    """Raise `RunError` if `find_arguments` or `check_options` does. Comments of the script are not computed.
-
-    The planner asks for thousands of layouts.
-    """
-    options = _options_of(run, name)
-    _check_relations_of(options.table, options.arguments)
-
-
-def _check_relations_of(table: OptionTable, arguments: Iterable[Argument]) -> None:
-    check_relations(table.relations, {arg.option.name: arg.value for arg in arguments})
+    check_relations(found.table.relations, {arg.option.name: arg.value for arg in found.arguments})
 
 
 def check_one_turn(environment: EnvironmentConfig | None, framework: str) -> None:
@@ -103,35 +90,6 @@ def find_arguments(run: Run, name: ExportName) -> Launchable:
         RunError: the framework cannot split the trainer as the plan does, or the plan has no whole
             number for an option.
     """
-    framework, table, values, facts, arguments, known = _options_of(run, name)
-    untold = [each for each in values.values() if _has_to_be_told(each) and each.name not in known]
-    told = [each for each in values.values() if each.plain is not None or each.name in known]
-    seed = [PlannedValue("seed", "seed", run.seed, ALWAYS)] if run.seed else []
-    notes = [note.text for note in table.notes if _holds(note.when, facts)]
-    return Launchable(
-        framework,
-        table,
-        next(launch.command for launch in table.launch if _holds(launch.when, facts)),
-        arguments,
-        lambda: [*untold, *seed, *other_settings(run, told)],
-        notes,
-    )
-
-
-class _Options(NamedTuple):
-    """The options of a framework that a plan sets, and what they come from."""
-
-    framework: Framework
-    table: OptionTable
-    values: dict[str, PlannedValue]
-    facts: set[str]
-    arguments: list[Argument]
-    known: set[str]
-    """Names of the values that an option takes."""
-
-
-def _options_of(run: Run, name: ExportName) -> _Options:
-    """Return the options that a plan sets; see `find_arguments`."""
     framework, table = load_framework(name), load_options(name)
     check_one_turn(run.environment, framework.name)
     layout = layout_of(framework, run.trainer)
@@ -141,7 +99,23 @@ def _options_of(run: Run, name: ExportName) -> _Options:
     known = {arg.option.of for arg in arguments}
     known |= {name for arg in arguments for name in arg.option.covers}
     check_replica_degrees(run.rollout, known, framework.name)
-    return _Options(framework, table, values, facts, arguments, known)
+
+    def find_untold() -> list[PlannedValue]:
+        untold = [each for each in values.values() if _has_to_be_told(each)]
+        told = [each for each in values.values() if each.plain is not None or each.name in known]
+        seed = [PlannedValue("seed", "seed", run.seed, ALWAYS)] if run.seed else []
+        unknown = [each for each in untold if each.name not in known]
+        return [*unknown, *seed, *other_settings(run, told)]
+
+    notes = [note.text for note in table.notes if _holds(note.when, facts)]
+    return Launchable(
+        framework,
+        table,
+        next(launch.command for launch in table.launch if _holds(launch.when, facts)),
+        arguments,
+        find_untold,
+        notes,
+    )
 
 
 def why_not_placed(

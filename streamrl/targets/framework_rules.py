@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from streamrl.engine.presets import choose_system
-from streamrl.export.launch_file import check_exportable, check_one_turn
+from streamrl.export.launch_file import check_one_turn, check_options, find_arguments
 from streamrl.export.layout_rules import check_replica_degrees, layout_of
 from streamrl.export.option_table import ExportName
 from streamrl.runfile.config import Run
@@ -31,7 +31,7 @@ def check_framework(run: Run, name: FrameworkName) -> None:
     exported: ExportName
     for exported in get_args(ExportName):
         if exported == framework.name:
-            check_exportable(run, exported)
+            check_options(find_arguments(run, exported))
             return
     layout_of(framework, run.trainer)
     check_replica_degrees(run.rollout, (), framework.name)
