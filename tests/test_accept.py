@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +20,7 @@ import psutil
 import pytest
 
 from streamrl.cli.profile_accept import _decide, _Predicted, listen
+from streamrl.executor.profiling import peer_link
 from streamrl.executor.profiling.node_benchmarks import find_node, measure_points
 from streamrl.executor.profiling.peer_link import measure_link
 from streamrl.hardware.node_readings import LinkReading, NodePoint, NodeReading
@@ -42,6 +46,7 @@ from streamrl.sim.costs.kernels import peak_of, surface_of
 from tests.command_line import streamrl
 from tests.runs import small_run
 from tests.tiny_model import tiny_model
+from tests.verifying import wait_until_gone
 
 
 def product(rows: float, dtype: str = "bfloat16") -> NodePoint:
@@ -122,13 +127,43 @@ def test_a_listener_is_reached_at_its_address_alone() -> None:
         port = free.getsockname()[1]
     script = f"from streamrl.cli.profile_accept import listen; listen({port}, minutes=1)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as other:
-        own, found = psutil.Process(other.pid), []
-        while not found and other.poll() is None:
-            time.sleep(0.05)  # a look takes CPU time, which the other needs to start
-            found = [each for each in own.net_connections() if each.status == psutil.CONN_LISTEN]
-        assert {each.laddr.ip for each in found} == {"127.0.0.1"}
+        assert {each.laddr.ip for each in listeners(other)} == {"127.0.0.1"}
         measure_link("127.0.0.1", port, listens=False, backend="gloo", patience=60)
         other.communicate(timeout=60)
+
+
+def listeners(of: subprocess.Popen[bytes]) -> list[Any]:
+    """Wait until a process listens, or one that it has started; return these sockets."""
+    own, found = psutil.Process(of.pid), []
+    while not found and of.poll() is None:
+        time.sleep(0.05)  # a look takes CPU time, which the other needs to start
+        with suppress(psutil.NoSuchProcess):
+            every = [each.net_connections() for each in (own, *own.children())]
+            found = [each for some in every for each in some if each.status == psutil.CONN_LISTEN]
+    return found
+
+
+def test_a_signal_ends_the_wait_for_a_peer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-c", "from streamrl.cli import main; main()", "profile", "listen"]
+    with subprocess.Popen([*words, str(port)], stderr=subprocess.PIPE) as other:
+        assert listeners(other)
+        (child,) = psutil.Process(other.pid).children()
+        other.send_signal(signal.SIGTERM)
+        other.communicate(timeout=60)
+        assert other.returncode == 128 + signal.SIGTERM
+        wait_until_gone([child.pid], 10.0)
+
+
+def test_a_peer_that_says_nothing_is_left_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_link, "MEASURE_TIME", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"127.0.0.1:{port}: the peer [^\n]+$"):
+            measure_link("127.0.0.1", port, listens=False, backend="gloo", patience=1)
 
 
 @pytest.mark.parametrize("port", [0, 99999])

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 
+from streamrl.executor.libc import die_with_parent
 from streamrl.executor.transfer.broadcast import INTERFACE
 from streamrl.hardware.node_readings import LinkReading
 
@@ -26,12 +30,26 @@ PINGS, WARM_UP = 20, 3
 PROBE_BYTES, MOST_BYTES = 2**23, 2**30
 SECONDS = 2.0
 """Seconds that one direction is measured for."""
+MEASURE_TIME = 60.0
+"""Most seconds of the measurement, after the peer has come."""
+
+
+class _Link(msgspec.Struct, frozen=True):
+    """What `measure_link` is asked for."""
+
+    host: str
+    port: int
+    listens: bool
+    backend: str | None
+    patience: float
 
 
 def measure_link(
     host: str, port: int, *, listens: bool, backend: str | None, patience: float
 ) -> LinkReading:
     """Measure bandwidth and latency between this machine and a peer.
+
+    This is done in a process of its own: some waits of torch never end, and none lets a signal through.
 
     Args:
         host: name or address of the listener, as the other side reaches it. The listener listens on this address
@@ -42,8 +60,27 @@ def measure_link(
         patience: seconds to wait for the peer.
 
     Raises:
-        RuntimeError: the peer did not come, or a transfer failed.
+        RuntimeError: the peer did not come, did not answer, or a transfer failed.
     """
+    asked = msgspec.json.encode(_Link(host, port, listens, backend, patience)).decode()
+    words = [sys.executable, "-m", __name__, asked]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            output, errors = process.communicate(timeout=patience + MEASURE_TIME)
+        except subprocess.TimeoutExpired:
+            text = f"{host}:{port}: the peer accepted the connection, and then it did not answer"
+            raise RuntimeError(text) from None
+        finally:
+            process.kill()
+    if process.returncode:
+        lines = errors.decode(errors="replace").splitlines() or ["the measurement was killed"]
+        raise RuntimeError(lines[-1])
+    return msgspec.json.decode(output, type=LinkReading)
+
+
+def _measure_here(asked: _Link) -> LinkReading:
+    """Measure in this process."""
+    host, port, listens, patience = asked.host, asked.port, asked.listens, asked.patience
     if (interface := _interface_of(host, port, listens=listens)) is not None:
         os.environ.setdefault(INTERFACE, interface)
     dist: Any = torch.distributed  # its functions have no types
@@ -53,8 +90,8 @@ def measure_link(
         own["master_listen_fd"] = socket.create_server((host, port)).detach()
     try:
         store = dist.TCPStore(host, port, 2, listens, limit, wait_for_workers=False, **own)
-        if backend is not None:
-            store.set("backend", backend)
+        if asked.backend is not None:
+            store.set("backend", asked.backend)
         chosen = store.get("backend").decode()
         dist.init_process_group(chosen, store=store, rank=rank, world_size=2, timeout=limit)
     except (RuntimeError, ValueError) as error:
@@ -140,3 +177,12 @@ def _seconds(call: Callable[[], None], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began_at
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    try:
+        found = _measure_here(msgspec.json.decode(sys.argv[1], type=_Link))
+    except RuntimeError as error:
+        sys.exit(str(error))
+    sys.stdout.buffer.write(msgspec.json.encode(found))
