@@ -171,8 +171,7 @@ if __name__ == "__main__":
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    if not is_closed(
-        connection
-    ):  # a parent that died before the first line is not noticed otherwise
+    # a parent that died before the first line is not noticed otherwise
+    if not is_closed(connection):
         main(connection, sys.argv[2:-1])  # the last argument is padding
     os._exit(0)
