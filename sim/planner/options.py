@@ -22,7 +22,12 @@ from streamrl.record.run_comparison import ratio_half_width
 from streamrl.record.steady_state import Speed
 from streamrl.runfile.plan_config import PlanConfig, limit_words
 from streamrl.sim.planner.objective import Spend, beats, limits_of, unmet, value_of
-from streamrl.sim.planner.plan import LeftOutOption, OptionLabel, PlanOption
+from streamrl.sim.planner.plan import (
+    RUN_BY_NOTHING,
+    LeftOutOption,
+    OptionLabel,
+    PlanOption,
+)
 from streamrl.sim.planner.plan_description import choice_of, whole_run_of
 from streamrl.sim.planner.plan_settings import describe, group_of
 from streamrl.sim.planner.race import Race, Simulated, ratios_of
@@ -43,7 +48,6 @@ MOST_OPTIONS = 9
 """Rows of the largest table: the recommended plan, four kinds of best plans, a faster one that costs just too much, the
 user's own file, and the two of `LEFT_OUT_ROWS`.
 """
-RUN_BY_NOTHING: OptionLabel = "nothing runs this today"
 LEFT_OUT_ROWS: tuple[OptionLabel, ...] = ("on parts of a node", RUN_BY_NOTHING)
 """Rows of plans that the search leaves out and that would be better."""
 

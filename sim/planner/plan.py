@@ -61,6 +61,7 @@ OptionLabel: TypeAlias = Literal[
 just too much for `plan.tolerance`. "another layout" fills a table that would have fewer than three rows.
 "nothing runs this today" is a better plan that no target can run.
 """
+RUN_BY_NOTHING: OptionLabel = "nothing runs this today"
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ from streamrl.sim.planner.options import (
     numbers_of,
 )
 from streamrl.sim.planner.plan import (
+    RUN_BY_NOTHING,
     Change,
     Figure,
     OverMemoryLimit,
@@ -235,7 +236,7 @@ def _plan(
     elif near.parts is not None:
         others.add("on parts of a node", near.parts)
     if isinstance(near.run_by_nothing, Candidate):
-        others.add("nothing runs this today", near.run_by_nothing)
+        others.add(RUN_BY_NOTHING, near.run_by_nothing)
     rows = options.rows(others.simulate(pool, progress.on("options")))
     offered = [row.index for row in rows[1:] if row.search is search and row.is_offered]
     changed = choices_after(search, race, chosen, judged, offered, pool, progress.on("what if"))

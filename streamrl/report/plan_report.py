@@ -34,10 +34,10 @@ from streamrl.runfile.formatting import (
 from streamrl.runfile.keys import pool_key
 from streamrl.runfile.plan_config import ObjectiveName, limit_words
 from streamrl.sim.planner.plan import (
+    RUN_BY_NOTHING,
     Change,
     Choice,
     Crowding,
-    OptionLabel,
     PartialNode,
     Plan,
     PlannedDisaggregation,
@@ -98,7 +98,6 @@ TERMS = {
     "delta sync": "only changed weights are sent to the replicas",
 }
 """Meanings of the terms that the line of a plan may have, by their pattern."""
-RUN_BY_NOTHING: OptionLabel = "nothing runs this today"
 NO_CHANGE = 0.0005
 """Smallest relative effect of a what-if that is shown as a number."""
 
